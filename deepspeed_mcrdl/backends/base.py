@@ -1,0 +1,162 @@
+"""What a backend is: data that says what it can do, and one method for each operation that it has.
+
+A backend is a class named by an entry point in the group "deepspeed_mcrdl.backends"; a new one changes no other file.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, ClassVar
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from deepspeed_mcrdl.errors import CallError, MCRDLError
+from deepspeed_mcrdl.groups import Group
+from deepspeed_mcrdl.operations import OPERATIONS, Operation
+from deepspeed_mcrdl.safety import Progress
+from deepspeed_mcrdl.work import Work
+
+ENTRY_POINT_GROUP = "deepspeed_mcrdl.backends"
+MESSAGE_TAGS = 2**16
+
+FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+ARITHMETIC_OPS = frozenset({"sum", "min", "max", "product"})
+BIT_OPS = frozenset({"band", "bor", "bxor"})
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a backend is given to start with.
+
+    Attributes:
+        store: the launcher's store.
+        rank: this process's global rank.
+        world_size: number of processes.
+        hosts: hostname of every rank.
+        progress: where host-driven operations are registered while they are unfinished.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    hosts: Sequence[str]
+    progress: Progress
+
+
+class Backend(ABC):
+    """One way to carry operations.
+
+    For each operation of the catalogue that it has, a subclass has a method of that name. It is called as
+    ``method(group, *arguments, async_op)`` with the arguments that operations.py lists, checked already, every tensor
+    contiguous and on one device. It returns None when the operation is done, or, if `async_op`, a Work. Every
+    operation must be available both ways.
+
+    Class attributes are the declaration that routing reads; it must not depend on the rank:
+        name: what a config calls it.
+        preference: "auto" takes the usable backend with the lowest number.
+        devices: device types whose tensors it takes.
+        dtypes: dtypes that it can move.
+        reductions: dtype -> reduce operations that it computes rightly.
+    """
+
+    name: ClassVar[str]
+    preference: ClassVar[int]
+    devices: ClassVar[frozenset[str]]
+    dtypes: ClassVar[frozenset[torch.dtype]]
+    reductions: ClassVar[Mapping[torch.dtype, frozenset[str]]]
+
+    @classmethod
+    @abstractmethod
+    def unusable(cls) -> str | None:
+        """Return why this backend can't work in this process, or None. Starts nothing."""
+
+    @classmethod
+    @abstractmethod
+    def version(cls) -> str:
+        """Return the carrying library and its version; called only where the backend is usable."""
+
+    @abstractmethod
+    def __init__(self, job: Job) -> None:
+        """Start the backend; every rank of the job does so at the same place."""
+
+    @abstractmethod
+    def join(self, group: Group) -> None:
+        """Make the communicator of `group`; every member calls it, before or in the group's first operation."""
+
+    @abstractmethod
+    def leave(self, group: Group) -> None:
+        """Free the communicator of `group`, if it was made."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the backend; must not hang when peers are gone."""
+
+    @classmethod
+    def lacks(cls, operation: Operation, dtype: torch.dtype | None, device: str | None, op: str | None) -> str | None:
+        """Return what of a call this backend can't do, or None if it can do the call.
+
+        Args:
+            operation: the operation.
+            dtype: dtype of the tensors; None if there are none.
+            device: device type of the tensors; None if there are none.
+            op: reduce operation; None if the operation has none.
+        """
+        if not hasattr(cls, operation.name):
+            return f"has no {operation.name}"
+        if device is not None and device not in cls.devices:
+            return f"takes no {device} tensors"
+        if op is not None and dtype is not None and op not in cls.reductions.get(dtype, ()):
+            return f"has no {op} of {dtype}"
+        if op is None and dtype is not None and dtype not in cls.dtypes:
+            return f"can't move {dtype}"
+        return None
+
+    def method(self, operation: Operation) -> Callable[..., Work | None]:
+        """Return the bound method that carries `operation`."""
+        method: Callable[..., Work | None] = getattr(self, operation.name)
+        return method
+
+    @classmethod
+    def operations(cls) -> list[str]:
+        """Return the names of the operations that it has."""
+        return [name for name in OPERATIONS if hasattr(cls, name)]
+
+
+def message_tag(group: Group, tag: int, max_tag: int) -> int:
+    """Return the tag that keeps a message of `group` apart from those of other groups on a shared communicator.
+
+    Args:
+        group: the group that the message belongs to.
+        tag: the caller's tag, 0 <= tag < 2**16.
+        max_tag: the largest tag that the communicator takes.
+
+    Raises:
+        CallError: if the caller's tag or the number of groups is too large for that.
+    """
+    combined = group.number * MESSAGE_TAGS + tag
+    if not 0 <= tag < MESSAGE_TAGS or combined > max_tag:
+        raise CallError(
+            f"tag {tag} on {group}: tags must be from 0 to {MESSAGE_TAGS - 1}, "
+            f"in at most {max_tag // MESSAGE_TAGS} groups"
+        )
+    return combined
+
+
+def installed() -> dict[str, type[Backend]]:
+    """Return the backend classes that are installed, by name, in order of preference.
+
+    Raises:
+        MCRDLError: if a backend's entry point can't be imported, which names the package at fault.
+    """
+    found: dict[str, Any] = {}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            found[entry.name] = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise MCRDLError(f'the backend "{entry.name}" ({entry.value}) can\'t be imported: {error}') from error
+    return dict(sorted(found.items(), key=lambda item: item[1].preference))

@@ -1,0 +1,352 @@
+"""Throughput of real training for each backend: the plain deepspeed launcher on the examples, in turns.
+
+Every backend runs once a round, the order rotated between rounds, with the same seed. Losses must agree between all
+runs (bit for bit on 2 ranks; to 1e-4 on more, where backends add in different orders); else no ratio is shown and the
+exit status is 1. A round's tokens/s is the tokens of a step by the median step time of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepspeed_mcrdl.bench.launch import free_port
+from deepspeed_mcrdl.bench.results import write_json
+from deepspeed_mcrdl.errors import ConfigError, MCRDLError, suggest
+
+WORKLOADS = {"moe": "moe_examples/train_moe.py", "gpt": "megatron_examples/train_gpt.py"}
+STOCK = "stock"
+_LOSS_TOLERANCE = 1e-4
+_OUTPUT_LINES = 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `mcrdl bench train`."""
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="moe")
+    parser.add_argument("--preset", choices=("small", "comm"), default="comm")
+    parser.add_argument(
+        "--backends", default="stock,gloo,mpi,mixed", help="comma-separated: stock, or a config of the workload"
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="steps of a run; the first 3 are not counted")
+    parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="limit of one run")
+    parser.add_argument("--json", metavar="FILE", help="write the rows here")
+    parser.add_argument("--plot", metavar="FILE", help="draw a bar chart (PNG); needs matplotlib")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the benchmark; returns 0 if all losses agreed."""
+    backends = _usable(args.backends.split(","), args.workload)
+    if args.plot:
+        _require_matplotlib()
+    runs = _run_all(args, backends)
+    summaries = [summarise(backend, runs[backend]) for backend in backends]
+    equal = losses_equal([run for backend in backends for run in runs[backend]])
+    rows = make_rows(args.workload, args.preset, summaries, equal)
+    print_tables(rows, summaries)
+    if args.json:
+        settings = {key: value for key, value in vars(args).items() if key not in ("run", "json", "plot")}
+        write_json(args.json, "train", rows, **settings, communication={s.backend: s.communication for s in summaries})
+    if args.plot:
+        _plot(rows, args.plot)
+    if not equal:
+        print("mcrdl: error: the losses differ between the runs, so their speeds can't be compared", file=sys.stderr)
+    return 0 if equal else 1
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the rounds of one backend came to.
+
+    Attributes:
+        backend: name of the config.
+        world_size: number of ranks.
+        tokens_per_s: of every round.
+        share: median over the rounds of the communication's part of a step.
+        final_loss: held-out loss after training.
+        communication: one row an (operation, backend), each figure for a step of one rank.
+    """
+
+    backend: str
+    world_size: int
+    tokens_per_s: list[float]
+    share: float
+    final_loss: float
+    communication: list[dict[str, Any]]
+
+
+def summarise(backend: str, reports: Sequence[dict[str, Any]]) -> Summary:
+    """Return what the `reports` of a backend's rounds (Recorder.write) come to."""
+    return Summary(
+        backend=backend,
+        world_size=reports[0]["world_size"],
+        tokens_per_s=[_tokens_per_s(report) for report in reports],
+        share=statistics.median(map(_share, reports)),
+        final_loss=reports[-1]["held_out"][1],
+        communication=_communication(reports),
+    )
+
+
+def _tokens_per_s(report: dict[str, Any]) -> float:
+    slowest: float = max(statistics.median(rank["step_seconds"]) for rank in report["ranks"])
+    return float(report["tokens_per_step"]) / slowest
+
+
+def _share(report: dict[str, Any]) -> float:
+    shares: list[float] = [
+        sum(row["seconds"] for row in rank["communication"]) / sum(rank["step_seconds"]) for rank in report["ranks"]
+    ]
+    return statistics.mean(shares)
+
+
+def _communication(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    ranks = [rank for report in reports for rank in report["ranks"]]
+    steps = sum(len(rank["step_seconds"]) for rank in ranks)
+    sums: dict[tuple[str, str], dict[str, float]] = {}
+    for rank in ranks:
+        for row in rank["communication"]:
+            total = sums.setdefault((row["operation"], row["backend"]), {"calls": 0, "bytes": 0, "seconds": 0})
+            for key in total:
+                total[key] += row[key]
+    return [
+        {"operation": operation, "backend": backend, **{f"{key}_per_step": total[key] / steps for key in total}}
+        for (operation, backend), total in sorted(sums.items(), key=lambda item: -item[1]["seconds"])
+    ]
+
+
+def losses_equal(reports: Sequence[dict[str, Any]]) -> bool:
+    """Return whether all runs had the same losses on every rank: exactly on 2 ranks, else to 1e-4."""
+    first, *others = [[rank["losses"] for rank in report["ranks"]] for report in reports]
+    if reports[0]["world_size"] <= 2:
+        return all(other == first for other in others)
+    return all(
+        math.isclose(a, b, rel_tol=_LOSS_TOLERANCE)
+        for other in others
+        for ours, theirs in zip(first, other, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def make_rows(workload: str, preset: str, summaries: Sequence[Summary], equal: bool) -> list[dict[str, Any]]:
+    """Return one row a backend, with the keys that programs read; ratios only where the losses agree."""
+    stock = next((summary for summary in summaries if summary.backend == STOCK), None)
+    return [
+        {
+            "workload": workload,
+            "preset": preset,
+            "backend": summary.backend,
+            "world_size": summary.world_size,
+            "tokens_per_s_median": statistics.median(summary.tokens_per_s),
+            "tokens_per_s_min": min(summary.tokens_per_s),
+            "tokens_per_s_max": max(summary.tokens_per_s),
+            "communication_share": summary.share,
+            "ratio_to_stock": _ratio(summary, stock) if equal and stock is not None else None,
+            "losses_equal": equal,
+            "final_loss": summary.final_loss,
+        }
+        for summary in summaries
+    ]
+
+
+def _ratio(summary: Summary, stock: Summary) -> float:
+    """Return the median over the rounds of tokens/s by those of stock in the same round."""
+    rounds = zip(summary.tokens_per_s, stock.tokens_per_s, strict=True)
+    return statistics.median(ours / theirs for ours, theirs in rounds)
+
+
+def print_tables(rows: Sequence[dict[str, Any]], summaries: Sequence[Summary]) -> None:
+    """Print throughput for each backend, and what carried how much."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=max(100, shutil.get_terminal_size().columns))
+    first = rows[0]
+    table = Table(title=f"{first['workload']}, preset {first['preset']}, {first['world_size']} ranks")
+    for title in ("backend", "tokens/s", "min - max", "communication", "ratio to stock", "held-out loss"):
+        table.add_column(title, justify="left" if title == "backend" else "right")
+    for row in rows:
+        ratio = row["ratio_to_stock"]
+        table.add_row(
+            row["backend"],
+            f"{row['tokens_per_s_median']:.0f}",
+            f"{row['tokens_per_s_min']:.0f} - {row['tokens_per_s_max']:.0f}",
+            f"{row['communication_share']:.0%}",
+            "-" if ratio is None else f"{ratio:.2f}",
+            f"{row['final_loss']:.4f}",
+        )
+    console.print(table)
+    stock = next((row for row in rows if row["backend"] == STOCK), None)
+    if stock is not None and stock["losses_equal"]:
+        bound = 1 / (1 - stock["communication_share"])
+        console.print(f"If stock's communication took no time, the ratio would be {bound:.2f}.")
+    detail = Table(title="communication of one rank in one step")
+    for title in ("config", "operation", "carried by", "calls", "bytes", "ms"):
+        detail.add_column(title, justify="right" if title in ("calls", "bytes", "ms") else "left")
+    for summary in summaries:
+        for row in summary.communication:
+            detail.add_row(
+                summary.backend,
+                row["operation"],
+                row["backend"],
+                f"{row['calls_per_step']:.1f}",
+                f"{row['bytes_per_step']:.0f}",
+                f"{1e3 * row['seconds_per_step']:.2f}",
+            )
+    console.print(detail)
+
+
+def _usable(backends: list[str], workload: str) -> list[str]:
+    for backend in backends:
+        if not _config(workload, backend).is_file():
+            known = [path.stem.partition("_")[2] for path in _folder("configs").glob(f"{workload}_*.json")]
+            raise ConfigError(f'there is no config for "{backend}".{suggest(backend, known)}')
+    if STOCK in backends and _needs_compiler() and len(backends) > 1:
+        print(
+            "stock DeepSpeed is left out: on CPUs it compiles a kernel at its start, and there is no C++ compiler here",
+            file=sys.stderr,
+        )
+        return [backend for backend in backends if backend != STOCK]
+    return backends
+
+
+def _needs_compiler() -> bool:
+    import torch
+
+    return not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "c++")) is None
+
+
+def _folder(name: str) -> Path:
+    """Return a folder of examples or configs: beside the package in a source tree, else where the wheel put it."""
+    source = Path(__file__).parents[2] / name
+    return source if source.is_dir() else Path(sysconfig.get_path("data"), "share", "deepspeed_mcrdl", name)
+
+
+def script_path(workload: str) -> Path:
+    """Return the training script of a workload."""
+    folder, _, name = WORKLOADS[workload].partition("/")
+    path = _folder(folder) / name
+    if not path.is_file():
+        raise MCRDLError(f"{path} is missing; install deepspeed_mcrdl from a wheel or run in its source tree")
+    return path
+
+
+def _config(workload: str, backend: str) -> Path:
+    return _folder("configs") / f"{workload}_{backend}.json"
+
+
+def _run_all(args: argparse.Namespace, backends: list[str]) -> dict[str, list[dict[str, Any]]]:
+    runs: dict[str, list[dict[str, Any]]] = {backend: [] for backend in backends}
+    total = args.rounds * len(backends)
+    with tempfile.TemporaryDirectory(prefix="mcrdl-bench-") as folder:
+        for turn in range(total):
+            number, place = divmod(turn, len(backends))
+            backend = backends[(place + number) % len(backends)]
+            _progress(f"run {turn + 1} of {total}: {backend}" + _first_start_note(backend, number))
+            report = Path(folder, f"{backend}-{number}.json")
+            _run_one(args, backend, report)
+            runs[backend].append(json.loads(report.read_text(encoding="utf-8")))
+    return runs
+
+
+def _first_start_note(backend: str, number: int) -> str:
+    import torch
+
+    if backend != STOCK or number or torch.cuda.is_available():
+        return ""
+    return " (stock DeepSpeed compiles a kernel at its first start on a machine, which takes about a minute)"
+
+
+def _run_one(args: argparse.Namespace, backend: str, report: Path) -> None:
+    command = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        *("--num_gpus", str(args.ranks), "--master_port", str(free_port())),
+        str(script_path(args.workload)),
+        *("--deepspeed_config", str(_config(args.workload, backend))),
+        *("--preset", args.preset, "--steps", str(args.steps), "--report", str(report)),
+    ]
+    process = subprocess.Popen(
+        command,
+        env=_environment(args.ranks),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=args.timeout)
+        failure = f"ended with status {process.returncode}" if process.returncode else ""
+    except subprocess.TimeoutExpired:
+        _end(process)
+        output, _ = process.communicate()
+        failure = f"was not done within {args.timeout:g} s"
+    except BaseException:
+        _end(process)
+        raise
+    if failure or not report.is_file():
+        tail = "\n".join(output.splitlines()[-_OUTPUT_LINES:])
+        raise MCRDLError(f"the run with {backend} {failure or 'wrote no report'}; it printed last:\n{tail}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a launcher and the ranks that it started."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    import torch
+
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        environment.setdefault("DS_ACCELERATOR", "cpu")
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    return environment
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _require_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'deepspeed_mcrdl[plot]'") from None
+
+
+def _plot(rows: Sequence[dict[str, Any]], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    medians = [row["tokens_per_s_median"] for row in rows]
+    spread = [
+        [row["tokens_per_s_median"] - row["tokens_per_s_min"] for row in rows],
+        [row["tokens_per_s_max"] - row["tokens_per_s_median"] for row in rows],
+    ]
+    bars = axes.bar([row["backend"] for row in rows], medians, yerr=spread, capsize=4, color="tab:blue")
+    labels = ["" if row["ratio_to_stock"] is None else f"{row['ratio_to_stock']:.2f}x" for row in rows]
+    axes.bar_label(bars, labels, label_type="center", color="white")
+    axes.set_ylabel("tokens/s (median, min to max)")
+    axes.set_title(f"{rows[0]['workload']}, preset {rows[0]['preset']}, {rows[0]['world_size']} ranks")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,1 @@
+"""How an MPI world is had under any launcher."""

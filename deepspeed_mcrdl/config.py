@@ -1,0 +1,232 @@
+"""The "mcrdl" block of ds_config.json: every key has a working default, and a wrong one is named with the right word.
+
+`find` picks the block out of a DeepSpeed config; `MCRDLConfig` is its schema.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from deepspeed_mcrdl.errors import ConfigError, suggest
+from deepspeed_mcrdl.groups import KINDS
+from deepspeed_mcrdl.operations import RULE_NAMES
+
+SELECTING_KEY = "comm_backend"
+BLOCK_KEY = "mcrdl"
+NAME = "mcrdl"
+AUTO = "auto"
+
+# The command-line options by which DeepSpeed scripts are given their config.
+CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed", "--ds_config", "--deepspeed-config", "--ds-config")
+
+
+class SizeRule(BaseModel):
+    """One step of a size list: calls of at most `max_bytes` take `backend`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_bytes: int | None = Field(default=None, ge=0, description="largest size in bytes; the last step has none")
+    backend: str = Field(description='a backend\'s name or "auto"')
+
+
+Rule = str | tuple[SizeRule, ...]
+
+
+def _check_size_list(name: str, rule: Rule) -> None:
+    if isinstance(rule, str):
+        return
+    if not rule:
+        raise ValueError(f'the size list of "{name}" is empty')
+    limits = [step.max_bytes for step in rule]
+    if limits[-1] is not None:
+        raise ValueError(f'the last step of the size list of "{name}" must have no "max_bytes": it takes all the rest')
+    bounded = [limit for limit in limits[:-1] if limit is not None]
+    if len(bounded) != len(limits) - 1:
+        raise ValueError(f'every step of the size list of "{name}" but the last needs "max_bytes"')
+    if any(b <= a for a, b in itertools.pairwise(bounded)):
+        raise ValueError(f'the size list of "{name}" is out of order: "max_bytes" must grow, got {bounded}')
+
+
+class Rules(BaseModel):
+    """Which backend carries which operation. Keys are operations; "default" is for all that have no rule."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    __pydantic_extra__: dict[str, Rule] = {}
+
+    default: Rule | None = None
+
+    @model_validator(mode="after")
+    def _known_operations(self) -> Rules:
+        for name in self.operations:
+            if name in ("send", "recv"):
+                raise ValueError(f'"{name}": both ends of a message need one backend, so the rule is "send_recv"')
+            if name not in RULE_NAMES:
+                raise ValueError(f'unknown operation "{name}".{suggest(name, [*RULE_NAMES, "default", "groups"])}')
+        for name, rule in self.all():
+            _check_size_list(name, rule)
+        return self
+
+    @property
+    def operations(self) -> dict[str, Rule]:
+        """The rules of single operations, by operation or family."""
+        return self.__pydantic_extra__ or {}
+
+    def all(self) -> Iterable[tuple[str, Rule]]:
+        """Yield every (name, rule), the default among them."""
+        if self.default is not None:
+            yield "default", self.default
+        yield from self.operations.items()
+
+    def backends(self) -> set[str]:
+        """Return the backends that the rules name."""
+        named = {
+            name
+            for _, rule in self.all()
+            for name in ([rule] if isinstance(rule, str) else [step.backend for step in rule])
+        }
+        return named - {AUTO}
+
+
+class Routing(Rules):
+    """Rules for all groups, and in "groups" rules for the groups of one kind, which go before them."""
+
+    groups: dict[str, Rules] = {}
+
+    @field_validator("groups")
+    @classmethod
+    def _known_kinds(cls, groups: dict[str, Rules]) -> dict[str, Rules]:
+        for kind in groups:
+            if kind not in KINDS:
+                raise ValueError(f'unknown kind of group "{kind}".{suggest(kind, KINDS)}')
+        return groups
+
+    def backends(self) -> set[str]:
+        return super().backends().union(*(rules.backends() for rules in self.groups.values()))
+
+
+class MCRDLConfig(BaseModel):
+    """The "mcrdl" block."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    backends: Literal["auto"] | tuple[str, ...] = Field(
+        default="auto", description='backends to start; "auto": all that are usable on every rank'
+    )
+    routing: Routing = Routing()
+    banner: bool = Field(default=True, description="whether rank 0 prints backends and routes at the start")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, block: Any) -> Any:
+        if isinstance(block, Mapping):
+            for key in block:
+                if key not in cls.model_fields:
+                    raise ValueError(f'unknown key "{key}".{suggest(str(key), cls.model_fields)}')
+        return block
+
+    @model_validator(mode="after")
+    def _routes_use_listed_backends(self) -> MCRDLConfig:
+        if self.backends != AUTO:
+            if not self.backends:
+                raise ValueError('"backends" is empty: name one, or leave the key out')
+            for name in sorted(self.routing.backends() - set(self.backends)):
+                raise ValueError(
+                    f'the routing names the backend "{name}", which is not in "backends".{suggest(name, self.backends)}'
+                )
+        return self
+
+
+def parse(block: Any) -> MCRDLConfig:
+    """Return the checked "mcrdl" block.
+
+    Raises:
+        ConfigError: one sentence for each mistake, with the place and the right word.
+    """
+    try:
+        return MCRDLConfig.model_validate(block)
+    except ValidationError as error:
+        raise ConfigError("; ".join(dict.fromkeys(map(_sentence, error.errors())))) from None
+
+
+def _sentence(mistake: Any) -> str:
+    place = ".".join([BLOCK_KEY, *(str(part) for part in mistake["loc"] if _is_key(part))])
+    text = str(mistake["msg"]).removeprefix("Value error, ")
+    if mistake["type"] == "value_error":
+        return f'in "{place}": {text}'
+    return f'in "{place}": {text}, got {json.dumps(mistake["input"], default=str)}'
+
+
+def _is_key(part: Any) -> bool:
+    # pydantic puts the branch of a union it was trying among the keys
+    return isinstance(part, int) or part.isidentifier()
+
+
+def find(ds_config: Mapping[str, Any]) -> MCRDLConfig | None:
+    """Return the block of a DeepSpeed config that selects this plugin, None if it doesn't.
+
+    Raises:
+        ConfigError: if "comm_backend" is misspelt or the block is wrong.
+    """
+    selected = ds_config.get(SELECTING_KEY)
+    if selected is None:
+        for key, value in ds_config.items():
+            if value == NAME and key != SELECTING_KEY:
+                raise ConfigError(f'unknown key "{key}": "{NAME}".{suggest(key, [SELECTING_KEY])}')
+        return None
+    if selected != NAME:
+        hint = suggest(selected, [NAME]) if isinstance(selected, str) else f' The only value is "{NAME}".'
+        raise ConfigError(f'unknown "{SELECTING_KEY}": {json.dumps(selected)}.{hint}')
+    return parse(ds_config.get(BLOCK_KEY) or {})
+
+
+def load(source: Any) -> dict[str, Any] | None:
+    """Return the DeepSpeed config that `source` stands for: a dict, a path, JSON text or base64 of it; else None."""
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, str | Path):
+        return None
+    text = str(source)
+    try:
+        if Path(text).is_file():
+            return _parse_json(Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # DeepSpeed reports a file that can't be read
+    if text.lstrip().startswith("{"):
+        return _parse_json(text)
+    try:
+        return _parse_json(base64.urlsafe_b64decode(text).decode("utf-8"))
+    except (binascii.Error, UnicodeDecodeError, ValueError):
+        return None
+
+
+def _parse_json(text: str) -> dict[str, Any] | None:
+    import hjson  # type: ignore[import-untyped]  # DeepSpeed's own reader: configs with comments are common
+
+    try:
+        config = hjson.loads(text)
+    except hjson.HjsonDecodeError:
+        return None
+    return dict(config) if isinstance(config, Mapping) and config else None
+
+
+def from_argv(argv: list[str] | None = None) -> dict[str, Any] | None:
+    """Return the DeepSpeed config that the command line names, if it names one."""
+    argv = sys.argv[1:] if argv is None else argv
+    for place, argument in enumerate(argv):
+        option, equals, value = argument.partition("=")
+        if option in CONFIG_OPTIONS:
+            if not equals:
+                value = argv[place + 1] if place + 1 < len(argv) else ""
+            config = load(value) if value else None
+            if config is not None:
+                return config
+    return None

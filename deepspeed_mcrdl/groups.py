@@ -1,0 +1,199 @@
+"""Sets of ranks: what a group is (ranks, kind, mesh) and which torch process group it stands for.
+
+Every backend keeps its own communicator for a Group; a Group itself only says who is in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from deepspeed_mcrdl.errors import CallError
+
+# The kinds a routing rule may name, in the order in which a group that is of several kinds is taken to be one.
+KINDS = (
+    "expert_parallel",
+    "expert_data_parallel",
+    "tensor_parallel",
+    "pipeline_parallel",
+    "sequence_parallel",
+    "data_parallel",
+    "world",
+)
+OTHER_KIND = "other"
+
+# What Megatron-style `mpu` objects and DeepSpeed's own grids call their groups.
+_MPU_GETTERS = {
+    "tensor_parallel": ("get_tensor_model_parallel_group", "get_model_parallel_group"),
+    "pipeline_parallel": ("get_pipeline_model_parallel_group", "get_pipe_parallel_group"),
+    "sequence_parallel": ("get_sequence_parallel_group",),
+    "data_parallel": ("get_data_parallel_group",),
+}
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How a group lies on the hosts.
+
+    Attributes:
+        nodes: number of hosts.
+        ranks_per_node: ranks of the group on a host, 0 if that differs between hosts.
+        stride: distance between neighbouring ranks, 0 if it is not constant.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    stride: int
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.ranks_per_node}/{self.stride}"
+
+
+class Group:
+    """A set of ranks that this process is in.
+
+    Attributes:
+        ranks: global ranks in group order.
+        rank: this process's place in `ranks`.
+        size: number of ranks.
+        name: a name that all members know the group by.
+        number: a small number unique to the group in this job, the same on all members.
+        mesh: how the ranks lie on the hosts.
+        torch_group: the torch process group.
+    """
+
+    __slots__ = ("_indices", "_kind", "mesh", "name", "number", "rank", "ranks", "size", "torch_group")
+
+    def __init__(self, ranks: Sequence[int], rank: int, name: str, number: int, mesh: Mesh, torch_group: Any) -> None:
+        self.ranks = tuple(ranks)
+        self.size = len(self.ranks)
+        self.rank = rank
+        self.name = name
+        self.number = number
+        self.mesh = mesh
+        self.torch_group = torch_group
+        self._indices = {r: i for i, r in enumerate(self.ranks)}
+        self._kind: str | None = None
+
+    def index(self, global_rank: int) -> int:
+        """Return the place of `global_rank` in the group."""
+        try:
+            return self._indices[global_rank]
+        except KeyError:
+            raise CallError(f"rank {global_rank} is not in {self}; src and dst are global ranks") from None
+
+    @property
+    def kind(self) -> str:
+        """What the group is for: one of KINDS or "other". Read once, at the group's first call."""
+        if self._kind is None:
+            self._kind = kind_of(self.torch_group)
+        return self._kind
+
+    def __str__(self) -> str:
+        ranks = f"{self.ranks[0]}..{self.ranks[-1]}" if self.size > 8 else ", ".join(map(str, self.ranks))
+        return f"group {self.name!r} (ranks {ranks})"
+
+
+class Groups:
+    """The groups of this process by torch process group; a group made elsewhere is adopted at its first call.
+
+    Args:
+        store: the job's store, from which groups get their numbers.
+        rank: this process's global rank.
+        hosts: hostname of every rank.
+    """
+
+    def __init__(self, store: Store, rank: int, hosts: Sequence[str]) -> None:
+        self._store = store
+        self._rank = rank
+        self._hosts = tuple(hosts)
+        self._by_torch_group: dict[Any, Group] = {}
+        self.world = self.of(dist.group.WORLD)
+        self._by_torch_group[None] = self.world
+
+    def __len__(self) -> int:
+        return len(set(self._by_torch_group.values()))
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(dict.fromkeys(self._by_torch_group.values()))
+
+    def of(self, torch_group: Any) -> Group:
+        """Return the Group for a torch process group (None: the world) that this rank is a member of."""
+        group = self._by_torch_group.get(torch_group)
+        if group is None:
+            if torch_group is dist.GroupMember.NON_GROUP_MEMBER:
+                raise CallError("a call on a group that this rank is not a member of")
+            ranks = dist.get_process_group_ranks(torch_group)
+            group = Group(
+                ranks=ranks,
+                rank=ranks.index(self._rank),
+                name=torch_group.group_name,
+                number=self._number(torch_group.group_name),
+                mesh=mesh_of(ranks, self._hosts),
+                torch_group=torch_group,
+            )
+            self._by_torch_group[torch_group] = group
+        return group
+
+    def discard(self, torch_group: Any) -> Group | None:
+        """Forget a destroyed group and return it."""
+        return self._by_torch_group.pop(torch_group, None)
+
+    def _number(self, name: str) -> int:
+        # The first member to come draws the number; nobody waits for a call that is not already under way.
+        if self._store.add(f"group/{name}/drawn", 1) == 1:
+            self._store.set(f"group/{name}/number", str(self._store.add("groups", 1) - 1))
+        return int(self._store.get(f"group/{name}/number"))
+
+
+def mesh_of(ranks: Sequence[int], hosts: Sequence[str]) -> Mesh:
+    """Return how `ranks` lie on `hosts` (hostname of every global rank)."""
+    per_host: dict[str, int] = {}
+    for rank in ranks:
+        per_host[hosts[rank]] = per_host.get(hosts[rank], 0) + 1
+    counts = set(per_host.values())
+    strides = {b - a for a, b in itertools.pairwise(ranks)}
+    return Mesh(
+        nodes=len(per_host),
+        ranks_per_node=counts.pop() if len(counts) == 1 else 0,
+        stride=(strides.pop() if len(strides) == 1 else 0) if strides else 1,
+    )
+
+
+def kind_of(torch_group: Any) -> str:
+    """Return what DeepSpeed, or the mpu object given to it, uses `torch_group` for."""
+    if torch_group is dist.group.WORLD:
+        return "world"
+    found = {kind for kind, candidate in _known_groups() if candidate is torch_group}
+    return next((kind for kind in KINDS if kind in found), OTHER_KIND)
+
+
+def _known_groups() -> Iterator[tuple[str, Any]]:
+    groups = sys.modules.get("deepspeed.utils.groups")
+    if groups is None:
+        return
+    for kind, attribute in (
+        ("expert_parallel", "_EXPERT_PARALLEL_GROUP"),
+        ("expert_data_parallel", "_EXPERT_DATA_PARALLEL_GROUP"),
+    ):
+        for group in getattr(groups, attribute).values():
+            yield kind, group
+    yield "tensor_parallel", groups._TENSOR_MODEL_PARALLEL_GROUP
+    yield "data_parallel", groups._DATA_PARALLEL_GROUP
+    yield "data_parallel", groups._WORLD_GROUP
+    mesh = groups.mesh_device
+    if mesh is not None:
+        for kind in set(KINDS) & set(mesh.mesh_dim_names or ()):
+            yield kind, mesh.get_group(mesh_dim=kind)
+    for kind, getters in _MPU_GETTERS.items():
+        for getter in getters:
+            try:
+                yield kind, getattr(groups.mpu, getter)()
+            except (AttributeError, AssertionError):
+                continue  # this mpu has no such dimension

@@ -1,0 +1,1 @@
+"""What the runtime carried: how often, how much, how long."""

@@ -1,0 +1,87 @@
+"""Counts calls, bytes and seconds for each operation and backend. Costs nothing until a runtime observes it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from deepspeed_mcrdl.groups import Group
+from deepspeed_mcrdl.operations import Operation
+from deepspeed_mcrdl.work import Work
+
+
+class CommunicationLog:
+    """Calls, bytes and seconds by (operation, backend); may be fed from several threads.
+
+    Bytes are the operation's `size` as this rank knows it. Seconds are the time that the calling thread spent in the
+    call and, for asynchronous ones, in wait().
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], list[float]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, operation: str, backend: str, bytes: int, seconds: float, calls: int = 1) -> None:
+        """Add to the sums of (operation, backend)."""
+        with self._lock:
+            sums = self._sums.setdefault((operation, backend), [0, 0, 0.0])
+            sums[0] += calls
+            sums[1] += bytes
+            sums[2] += seconds
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for each (operation, backend), the costliest first."""
+        with self._lock:
+            rows = [
+                {"operation": operation, "backend": backend, "calls": calls, "bytes": bytes, "seconds": seconds}
+                for (operation, backend), (calls, bytes, seconds) in self._sums.items()
+            ]
+        return sorted(rows, key=lambda row: -row["seconds"])
+
+    def reset(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._sums.clear()
+
+    def timed(
+        self, operation: Operation, backend: str, method: Callable[..., Work | None]
+    ) -> Callable[..., Work | None]:
+        """Return `method` of `backend` with each call of it added here."""
+
+        def call(group: Group, *args: Any) -> Work | None:
+            start = time.perf_counter()
+            work = method(group, *args)
+            elapsed = time.perf_counter() - start
+            self.add(operation.name, backend, operation.size(group, *args[:-1]), elapsed)
+            if work is None:
+                return None
+            return _TimedWork(work, lambda seconds: self.add(operation.name, backend, 0, seconds, calls=0))
+
+        return call
+
+
+class _TimedWork(Work):
+    """A Work whose waits are reported."""
+
+    def __init__(self, work: Work, report: Callable[[float], None]) -> None:
+        self._work = work
+        self._report = report
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        start = time.perf_counter()
+        try:
+            return self._work.wait(timeout)
+        finally:
+            self._report(time.perf_counter() - start)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()

@@ -1,0 +1,1 @@
+"""A call rewritten before it is sent."""

@@ -1,0 +1,48 @@
+"""Strided tensors: the call is made on contiguous copies, and results are copied to the caller's tensors.
+
+No backend takes strided memory rightly (gloo silently gives wrong values), so this goes before every one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_mcrdl.groups import Group
+from deepspeed_mcrdl.operations import Operation
+from deepspeed_mcrdl.work import FinishedBy, Work
+
+
+def through_contiguous(operation: Operation, method: Callable[..., Work | None]) -> Callable[..., Work | None]:
+    """Return `method` made fit for strided tensors."""
+
+    def call(group: Group, *args: Any) -> Work | None:
+        *arguments, async_op = args
+        _, outputs = operation.tensors(*arguments)
+        copies: dict[int, torch.Tensor] = {}
+        work = method(group, *(_contiguous(argument, copies) for argument in arguments), async_op)
+
+        def copy_back() -> None:
+            with torch.no_grad():
+                for output in outputs:
+                    if id(output) in copies:
+                        output.copy_(copies[id(output)])
+
+        if work is None:
+            copy_back()
+            return None
+        return FinishedBy(work, copy_back)
+
+    return call
+
+
+def _contiguous(argument: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(argument, torch.Tensor):
+        if argument.is_contiguous():
+            return argument
+        return copies.setdefault(id(argument), argument.contiguous())
+    if isinstance(argument, Sequence) and not isinstance(argument, str):
+        return [_contiguous(entry, copies) for entry in argument]
+    return argument
