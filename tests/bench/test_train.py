@@ -1,0 +1,104 @@
+import json
+import os
+
+import pytest
+
+from deepspeed_mcrdl.bench import train
+from deepspeed_mcrdl.bench.results import write_json
+from tests import launcher
+
+
+def report(seconds, losses=(3.0, 2.5), world_size=2, communication_s=0.5):
+    row = {"operation": "all_reduce", "backend": "mpi", "calls": 8, "bytes": 800}
+    rank = {
+        "step_seconds": [seconds] * 4,
+        "losses": list(losses),
+        "communication": [{**row, "seconds": communication_s * seconds * 4}],
+    }
+    return {"world_size": world_size, "tokens_per_step": 100, "held_out": (5.5, 2.4), "ranks": [rank] * world_size}
+
+
+def test_rows_have_the_keys_that_programs_read():
+    stock = train.summarise("stock", [report(0.2), report(0.25)])
+    mixed = train.summarise("mixed", [report(0.1), report(0.1)])
+    rows = train.make_rows("moe", "comm", [stock, mixed], equal=True)
+    assert list(rows[0]) == [
+        "workload", "preset", "backend", "world_size", "tokens_per_s_median", "tokens_per_s_min", "tokens_per_s_max",
+        "communication_share", "ratio_to_stock", "losses_equal", "final_loss",
+    ]  # fmt: skip
+    assert rows[0]["tokens_per_s_median"] == 450
+    assert rows[0]["communication_share"] == pytest.approx(0.5)
+    assert rows[0]["ratio_to_stock"] == 1
+    assert rows[1]["ratio_to_stock"] == pytest.approx(2.25)  # the median of the rounds' ratios 2 and 2.5
+    assert mixed.communication == [
+        {
+            "operation": "all_reduce",
+            "backend": "mpi",
+            "calls_per_step": 2,
+            "bytes_per_step": 200,
+            "seconds_per_step": pytest.approx(0.05),
+        }
+    ]
+
+
+def test_losses_must_agree_to_the_bit_on_two_ranks():
+    assert train.losses_equal([report(1), report(2)])
+    assert not train.losses_equal([report(1), report(1, losses=(3.0, 2.5000001))])
+    four = [report(1, world_size=4), report(1, losses=(3.0, 2.5000001), world_size=4)]
+    assert train.losses_equal(four)
+    assert not train.losses_equal([four[0], report(1, losses=(3.0, 2.51), world_size=4)])
+
+
+def test_no_ratio_is_shown_where_losses_differ(capsys):
+    summaries = [train.summarise("stock", [report(0.2)]), train.summarise("mpi", [report(0.1)])]
+    rows = train.make_rows("moe", "comm", summaries, equal=False)
+    assert [row["ratio_to_stock"] for row in rows] == [None, None]
+    train.print_tables(rows, summaries)
+    assert "would be" not in capsys.readouterr().out
+
+
+def test_json_carries_versions_hardware_and_config(tmp_path):
+    write_json(tmp_path / "x.json", "train", [{"a": 1}], ranks=2)
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert written["bench"] == "train"
+    assert written["rows"] == [{"a": 1}]
+    assert written["environment"]["config"] == {"ranks": 2}
+    assert written["environment"]["cores"] == os.cpu_count()
+    assert written["environment"]["versions"]["torch"]
+
+
+@pytest.mark.parametrize("workload", ["moe", "gpt"])
+def test_a_real_benchmark_of_two_backends(tmp_path, workload):
+    options = f"--workload {workload} --backends gloo,mixed --rounds 1 --steps 12"
+    files = ["--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
+    command = [str(launcher.BIN / "mcrdl"), "bench", "train", *options.split(), *files]
+    run = launcher.run(command, timeout_s=240)
+    assert run.status == 0, run.output
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [row["backend"] for row in rows] == ["gloo", "mixed"]
+    assert all(row["losses_equal"] for row in rows)
+    assert all(row["final_loss"] < 5.0 for row in rows)  # 5.55 is the loss of knowing nothing
+    assert "mpi" in run.output
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--backends", "mixd"], 'there is no config for "mixd". Did you mean "mixed"?'),
+        (["--workload", "mo"], "invalid choice"),
+    ],
+)
+def test_wrong_arguments_are_a_sentence(arguments, text):
+    run = launcher.run([str(launcher.BIN / "mcrdl"), "bench", "train", *arguments])
+    assert run.status == 2
+    assert text in run.output
+    assert "Traceback" not in run.output
+
+
+def test_a_run_that_fails_shows_its_last_lines(tmp_path):
+    run = launcher.run(
+        [str(launcher.BIN / "mcrdl"), "bench", "train", "--backends", "gloo", "--ranks", "3", "--rounds", "1"]
+    )
+    assert run.status != 0
+    assert "the run with gloo ended with status 1; it printed last:" in run.output

@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from deepspeed_mcrdl import operations as ops
+from deepspeed_mcrdl.backends.c10d import GlooBackend
+from deepspeed_mcrdl.backends.mpi import MPIBackend
+from deepspeed_mcrdl.config import parse
+from deepspeed_mcrdl.errors import UnsupportedError
+from deepspeed_mcrdl.routing.router import Key, Router
+
+BACKENDS = {"mpi": MPIBackend, "gloo": GlooBackend}
+
+
+def decide(routing, operation, kind="world", size=1000, dtype=torch.float32, op=None, backends=BACKENDS, **more):
+    router = Router(parse({"routing": routing}).routing, backends, **more)
+    op = op or ("sum" if operation.reduces else None)
+    return router.decide(Key(operation, kind, dtype, "cpu", op, size))
+
+
+def test_auto_takes_the_backend_that_prefers_itself_most():
+    assert decide({}, ops.ALL_REDUCE).backend == "mpi"
+    assert decide({"default": "auto"}, ops.ALL_REDUCE).backend == "mpi"
+
+
+def test_the_narrowest_rule_counts():
+    routing = {
+        "default": "gloo",
+        "all_to_all": "mpi",
+        "groups": {"expert_parallel": {"all_to_all_single": "gloo", "broadcast": "mpi"}},
+    }
+    assert decide(routing, ops.ALL_REDUCE).backend == "gloo"
+    assert decide(routing, ops.ALL_TO_ALL_SINGLE).backend == "mpi"
+    assert decide(routing, ops.ALL_TO_ALL_SINGLE, kind="expert_parallel").backend == "gloo"
+    assert decide(routing, ops.BROADCAST, kind="expert_parallel").backend == "mpi"
+    assert decide(routing, ops.REDUCE, kind="expert_parallel").backend == "gloo"
+
+
+def test_a_family_covers_all_its_forms_and_both_ends_of_a_message():
+    routing = {"default": "mpi", "all_gather": "gloo", "all_gather_into_tensor": "mpi", "send_recv": "gloo"}
+    assert decide(routing, ops.ALL_GATHER).backend == "gloo"
+    assert decide(routing, ops.ALL_GATHER_INTO_TENSOR).backend == "mpi"
+    assert decide(routing, ops.SEND).backend == decide(routing, ops.RECV).backend == "gloo"
+
+
+@pytest.mark.parametrize(("size", "backend"), [(0, "mpi"), (64, "mpi"), (65, "gloo"), (None, "gloo")])
+def test_a_size_list_includes_its_limits_and_ends_with_the_unknown(size, backend):
+    routing = {"all_reduce": [{"max_bytes": 64, "backend": "mpi"}, {"backend": "gloo"}]}
+    assert decide(routing, ops.ALL_REDUCE, size=size).backend == backend
+
+
+def test_a_backend_that_cannot_do_a_call_is_passed_over():
+    decision = decide({"default": "gloo"}, ops.ALL_REDUCE, dtype=torch.int16)
+    assert decision.backend == "mpi"
+    assert "has no sum of torch.int16" in decision.why
+
+
+def test_a_call_that_nobody_can_do_names_all_that_was_tried():
+    with pytest.raises(UnsupportedError, match=r"all_reduce band float32 cpu on a world group: mpi .*; gloo "):
+        decide({}, ops.ALL_REDUCE, op="band")
+
+
+def test_a_table_speaks_where_no_rule_does():
+    assert decide({}, ops.ALL_REDUCE, lookup=lambda key: "gloo").backend == "gloo"
+    assert decide({"all_reduce": "mpi"}, ops.ALL_REDUCE, lookup=lambda key: "gloo").backend == "mpi"

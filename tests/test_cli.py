@@ -1,0 +1,56 @@
+import json
+import sys
+
+import pytest
+
+from deepspeed_mcrdl import cli
+from tests import launcher
+
+
+def mcrdl(*args, **env):
+    return launcher.run([str(launcher.BIN / "mcrdl"), *args], **env)
+
+
+def test_report_has_a_line_for_each_backend():
+    run = mcrdl("report")
+    assert run.status == 0
+    assert [line for line in run.output.splitlines() if line.startswith(("mpi ", "gloo ", "nccl "))] != []
+    assert "usable: MPICH" in run.output
+    assert "nccl   not usable" in run.output or "nccl   usable" in run.output
+
+
+def test_both_commands_answer():
+    for command in ([str(launcher.BIN / "mcrdl")], [sys.executable, "-m", "deepspeed_mcrdl"]):
+        assert "validate" in launcher.run([*command, "--help"]).output
+
+
+def test_the_schema_is_json_schema(capsys):
+    assert cli.main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert set(schema["properties"]) == {"backends", "routing", "banner"}
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "text"),
+    [
+        ({"comm_backend": "mcrdl"}, 0, "right"),
+        ({"comm_backend": "mcrdl", "mcrdl": {"backends": ["gloo"]}}, 0, "right"),
+        ({"comm_backend": "mcrdl", "mcrdl": {"backends": ["glo"]}}, 2, 'Did you mean "gloo"'),
+        ({"comm_backend": "mcrld"}, 2, 'Did you mean "mcrdl"'),
+        ({"train_batch_size": 3}, 2, 'add "comm_backend": "mcrdl"'),
+    ],
+)
+def test_a_config_is_validated_before_a_job(tmp_path, capsys, config, status, text):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    assert cli.main(["validate", str(path)]) == status
+    shown = capsys.readouterr()
+    assert text in shown.out + shown.err
+
+
+def test_a_missing_or_broken_file_is_a_sentence(tmp_path, capsys):
+    broken = tmp_path / "ds.json"
+    broken.write_text("{")
+    for path, text in ((tmp_path / "none.json", "there is no file"), (broken, "is not a JSON object")):
+        assert cli.main(["validate", str(path)]) == 2
+        assert text in capsys.readouterr().err
