@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 
-_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_")
+_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "I_MPI_PMI", "MPIR_CVAR_PMI")
 
 
 def find_launcher(open_mpi: bool) -> tuple[str, int, int | None] | None:

@@ -93,7 +93,7 @@ class Responder:
     """Answers PMI-1 for one rank, in a thread.
 
     Args:
-        meeting: where the ranks meet; used by the thread alone.
+        meeting: where the ranks meet.
         kvs: name of the key-value space, unique to the job: MPI names its shared memory after it.
         hosts: host name of each rank.
     """

@@ -16,7 +16,6 @@ import pytest
 
 from deepspeed_mcrdl.bench.launch import free_port, rank_environment
 from deepspeed_mcrdl.bootstrap import library, mpi
-from deepspeed_mcrdl.bootstrap.launcher import environment, find_launcher
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = Path(sys.prefix) / "bin" / "mpiexec"
@@ -105,7 +104,6 @@ def nothing_left_in_shared_memory() -> Any:
         ("torchrun", 2),
         ("torchrun", 4),
         ("mpirun", 2),
-        ("mpirun", 4),
         ("reversed mpirun", 4),
     ],
 )
@@ -145,13 +143,13 @@ if world_size == 4:  # else the exit of the process does it
 
 def test_two_hosts(job: Job) -> None:
     code = """
-comm = start(["a", "b", "b"])
+comm = start(["a", "b"])
 from mpi4py import MPI
 report(on_my_host=comm.Split_type(MPI.COMM_TYPE_SHARED).size, sum=comm.allreduce(rank))
 """
-    statuses, reports = job.run(code, 3)
-    assert statuses == [0, 0, 0]
-    assert reports == [{"on_my_host": size, "sum": 3} for size in (1, 2, 2)]
+    statuses, reports = job.run(code, 2)
+    assert statuses == [0, 0]
+    assert reports == [{"on_my_host": 1, "sum": 1}] * 2
 
 
 def test_many_starts(job: Job) -> None:
@@ -162,7 +160,9 @@ for attempt in range(20):
     if child == 0:
         store = dist.FileStore(os.path.join(os.environ["REPORTS"], f"store-{attempt}"), world_size)
         comm = mpi.start(store, rank, world_size, ["here"] * world_size)
-        sys.exit(0 if comm.allreduce(rank) == 1 else 3)
+        right = comm.allreduce(rank) == 1
+        mpi.stop()
+        os._exit(0 if right else 3)  # torch alone would take a second to leave
     failures += os.waitpid(child, 0)[1] != 0
 report(failures=failures)
 """
@@ -180,11 +180,9 @@ began = time.monotonic()
 mpi.stop()
 report(seconds=time.monotonic() - began)
 """
-    statuses, reports = job.run(code, 3)
-    assert statuses == [0, -signal.SIGKILL, 0]
-    assert reports[1] is None
+    statuses, reports = job.run(code, 2)
+    assert statuses == [0, -signal.SIGKILL]
     assert reports[0]["seconds"] < 3
-    assert reports[2]["seconds"] < 3
 
 
 def test_a_rank_that_raises_while_another_thread_hangs_in_mpi_ends(job: Job) -> None:
@@ -237,7 +235,7 @@ store().wait([f"done/{r}" for r in range(world_size)])
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
-        ("time.sleep(8); sys.exit(0)", "rank 1 did not come"),
+        ("store(); time.sleep(4); sys.exit(0)", "rank 1 did not come"),
         ("Library.initialize = lambda self: os.kill(os.getpid(), signal.SIGKILL)", "another rank may have died"),
         ("Library.initialize = lambda self: self.no_such_thing", "rank 1: "),
     ],
@@ -246,7 +244,7 @@ store().wait([f"done/{r}" for r in range(world_size)])
 def test_a_rank_that_fails_makes_the_others_raise(job: Job, failure: str, message: str) -> None:
     code = f"""
 from deepspeed_mcrdl.bootstrap.library import Library
-mpi.START_TIMEOUT_S = 3
+mpi.START_TIMEOUT_S = 2
 if rank == 1:
     {failure}
 try:
@@ -280,59 +278,3 @@ def test_why_mpi_is_not_usable(monkeypatch: pytest.MonkeyPatch, error: Exception
 def test_usable_initialises_nothing() -> None:
     assert mpi.usable() is None
     assert not library.load().initialized
-
-
-def offers(launchers: list[tuple[str, int, int | None] | None], **changes: Any) -> list[dict[str, Any]]:
-    common = {"trouble": None, "library": "MPICH 5", "open_mpi": False, "world_rank": None, **changes}
-    return [{**common, "launcher": launcher} for launcher in launchers]
-
-
-@pytest.mark.parametrize(
-    ("launchers", "source"),
-    [
-        ([None, None], "mcrdl"),
-        ([("mpirun", 1, 2), ("mpirun", 0, 2)], "mpirun"),
-        ([("srun", 0, None), ("srun", 1, None)], "srun"),
-        ([("srun", 0, 2), ("srun", 0, 2)], "mcrdl"),  # torchrun under srun
-        ([("mpirun", 0, 1), ("mpirun", 0, 1)], "mcrdl"),
-        ([("mpirun", 0, 2), None], "mcrdl"),
-    ],
-)
-def test_where_the_world_comes_from(launchers: list[tuple[str, int, int | None] | None], source: str) -> None:
-    assert mpi._choose_source(offers(launchers), 2) == source
-
-
-def test_open_mpi_needs_its_launcher() -> None:
-    with pytest.raises(mpi.BootstrapError, match="mpirun"):
-        mpi._choose_source(offers([None, None], open_mpi=True, library="Open MPI 5.0.8"), 2)
-    assert mpi._choose_source(offers([("mpirun", 0, 2), ("mpirun", 1, 2)], open_mpi=True), 2) == "mpirun"
-
-
-def test_different_libraries_are_refused() -> None:
-    mixed = offers([None, None])
-    mixed[1]["library"] = "Intel MPI 2021.18"
-    with pytest.raises(mpi.BootstrapError, match="rank 0 has MPICH 5 and rank 1 has Intel MPI"):
-        mpi._choose_source(mixed, 2)
-
-
-def test_a_launcher_is_believed_while_its_connection_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.pipe()
-    monkeypatch.setenv("PMI_RANK", "0")
-    monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setenv("PMI_FD", str(reading))  # a file by now
-    assert find_launcher(open_mpi=False) is None
-    os.close(reading)
-    os.close(writing)
-    assert find_launcher(open_mpi=False) is None
-    monkeypatch.setenv("PMI_PORT", "host:1")
-    assert find_launcher(open_mpi=False) == ("mpirun", 0, 2)
-
-
-def test_the_environment_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PMIX_NAMESPACE", "outer")
-    monkeypatch.setenv("PMI_RANK", "7")
-    before = dict(os.environ)
-    with environment({"PMI_RANK": "0", "PMI_FD": "3"}, hide_launcher=True):
-        assert os.environ["PMI_RANK"] == "0"
-        assert "PMIX_NAMESPACE" not in os.environ
-    assert dict(os.environ) == before
