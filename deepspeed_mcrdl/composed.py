@@ -29,7 +29,7 @@ def all_reduce_coalesced(
     runtime: Runtime, torch_group: Any, tensors: Sequence[torch.Tensor], op: str, async_op: bool
 ) -> Work | None:
     """All-reduce each of `tensors` (any shapes and dtypes) in place."""
-    return _all([runtime.issue(ops.ALL_REDUCE, torch_group, t, op, async_op=True) for t in tensors], async_op)
+    return _all([runtime.issue(ops.ALL_REDUCE, torch_group, (t, op), async_op=True) for t in tensors], async_op)
 
 
 def all_gather_coalesced(
@@ -43,7 +43,7 @@ def all_gather_coalesced(
     if len(outputs) != len(inputs):
         raise CallError(f"all_gather_coalesced: {len(outputs)} outputs for {len(inputs)} inputs")
     works = [
-        runtime.issue(ops.ALL_GATHER_INTO_TENSOR, torch_group, output, input, async_op=True)
+        runtime.issue(ops.ALL_GATHER_INTO_TENSOR, torch_group, (output, input), async_op=True)
         for output, input in zip(outputs, inputs, strict=True)
     ]
     return _all(works, async_op)
@@ -54,7 +54,7 @@ def batch_isend_irecv(runtime: Runtime, messages: Sequence[tuple[str, torch.Tens
     works = []
     for kind, tensor, peer, torch_group, tag in messages:
         operation = ops.SEND if kind == "isend" else ops.RECV
-        works.append(runtime.issue(operation, torch_group, tensor, peer, tag, async_op=True))
+        works.append(runtime.issue(operation, torch_group, (tensor, peer, tag), async_op=True))
     return [work for work in works if work is not None]
 
 
@@ -81,10 +81,10 @@ def broadcast_object_list(runtime: Runtime, torch_group: Any, objects: list[Any]
     is_source = runtime.rank == src
     data = _pickled(list(objects), device) if is_source else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([data.numel()], dtype=torch.int64, device=device)
-    runtime.issue(ops.BROADCAST, torch_group, size, src)
+    runtime.issue(ops.BROADCAST, torch_group, (size, src))
     if not is_source:
         data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    runtime.issue(ops.BROADCAST, torch_group, data, src)
+    runtime.issue(ops.BROADCAST, torch_group, (data, src))
     if not is_source:
         received = _unpickled(data)
         if len(received) != len(objects):
@@ -99,12 +99,12 @@ def all_gather_object(runtime: Runtime, torch_group: Any, objects: list[Any], va
     data = _pickled(value, device)
     sizes = torch.empty(group.size, dtype=torch.int64, device=device)
     own = torch.tensor([data.numel()], dtype=torch.int64, device=device)
-    runtime.issue(ops.ALL_GATHER_INTO_TENSOR, torch_group, sizes, own)
+    runtime.issue(ops.ALL_GATHER_INTO_TENSOR, torch_group, (sizes, own))
     # Padded to the largest: all backends have the even form.
     longest = int(sizes.max().item())
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     everything = torch.empty(group.size * longest, dtype=torch.uint8, device=device)
-    runtime.issue(ops.ALL_GATHER_INTO_TENSOR, torch_group, everything, padded)
+    runtime.issue(ops.ALL_GATHER_INTO_TENSOR, torch_group, (everything, padded))
     for place, (row, size) in enumerate(zip(everything.view(group.size, longest), sizes.tolist(), strict=True)):
         objects[place] = _unpickled(row[:size])

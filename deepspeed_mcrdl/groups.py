@@ -107,25 +107,29 @@ class Groups:
         store: the job's store, from which groups get their numbers.
         rank: this process's global rank.
         hosts: hostname of every rank.
+
+    Attributes:
+        by_torch_group: the groups known so far; None stands for the world.
+        world: the group of all ranks.
     """
 
     def __init__(self, store: Store, rank: int, hosts: Sequence[str]) -> None:
         self._store = store
         self._rank = rank
         self._hosts = tuple(hosts)
-        self._by_torch_group: dict[Any, Group] = {}
+        self.by_torch_group: dict[Any, Group] = {}
         self.world = self.of(dist.group.WORLD)
-        self._by_torch_group[None] = self.world
+        self.by_torch_group[None] = self.world
 
     def __len__(self) -> int:
-        return len(set(self._by_torch_group.values()))
+        return len(set(self.by_torch_group.values()))
 
     def __iter__(self) -> Iterator[Group]:
-        return iter(dict.fromkeys(self._by_torch_group.values()))
+        return iter(dict.fromkeys(self.by_torch_group.values()))
 
     def of(self, torch_group: Any) -> Group:
         """Return the Group for a torch process group (None: the world) that this rank is a member of."""
-        group = self._by_torch_group.get(torch_group)
+        group = self.by_torch_group.get(torch_group)
         if group is None:
             if torch_group is dist.GroupMember.NON_GROUP_MEMBER:
                 raise CallError("a call on a group that this rank is not a member of")
@@ -138,12 +142,12 @@ class Groups:
                 mesh=mesh_of(ranks, self._hosts),
                 torch_group=torch_group,
             )
-            self._by_torch_group[torch_group] = group
+            self.by_torch_group[torch_group] = group
         return group
 
     def discard(self, torch_group: Any) -> Group | None:
         """Forget a destroyed group and return it."""
-        return self._by_torch_group.pop(torch_group, None)
+        return self.by_torch_group.pop(torch_group, None)
 
     def _number(self, name: str) -> int:
         # The first member to come draws the number; nobody waits for a call that is not already under way.

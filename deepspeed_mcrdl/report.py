@@ -55,4 +55,4 @@ def validate(path: str) -> str:
     unusable = {name: reason for name in sorted(named) if (reason := why_unusable(known[name])) is not None}
     if unusable:
         raise ConfigError(f"{path}: {'; '.join(f'{name} is not usable here: {why}' for name, why in unusable.items())}")
-    return f"{path}: right; {'the default block' if not ds_config.get(BLOCK_KEY) else 'the block is sound'}"
+    return f"{path}: right"

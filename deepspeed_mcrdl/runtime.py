@@ -64,6 +64,7 @@ class Runtime:
         self.progress = Progress()
         job = Job(store, self.rank, self.world_size, hosts, self.progress)
         self.groups = Groups(store, self.rank, hosts)
+        self._known_groups = self.groups.by_torch_group
         self.backends, self.left_out = agree(config, job)
         self._close_at_exit = self.close
         atexit.register(self._close_at_exit)
@@ -75,7 +76,9 @@ class Runtime:
         if config.banner and self.rank == 0:
             logger.info("%s", self.describe())
 
-    def issue(self, operation: Operation, torch_group: Any, *args: Any, async_op: bool = False) -> Work | None:
+    def issue(
+        self, operation: Operation, torch_group: Any, args: tuple[Any, ...], async_op: bool = False
+    ) -> Work | None:
         """Carry out a call.
 
         Args:
@@ -91,14 +94,15 @@ class Runtime:
             CallError: the arguments don't fit the operation and the group.
             UnsupportedError: no backend in use can do the call.
         """
-        group = self.groups.of(torch_group)
+        group = self._known_groups.get(torch_group) or self.groups.of(torch_group)
         key = (operation, group, *operation.signature(*args))
         route = self._routes.get(key)
         if route is None:
             route = self._routes[key] = self._route(operation, group, args)
-        if route.check is not None:
-            route.check(group, *args)
-        return route.method(group, *args, async_op)
+        method, check = route
+        if check is not None:
+            check(group, *args)
+        return method(group, *args, async_op)
 
     def _route(self, operation: Operation, group: Group, args: tuple[Any, ...]) -> Route:
         operation.check(group, *args)

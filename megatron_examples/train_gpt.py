@@ -27,7 +27,7 @@ class Preset:
 
 PRESETS = {
     # Most of a step is arithmetic.
-    "small": Preset(layers=4, hidden=256, heads=4, length=256),
+    "small": Preset(layers=2, hidden=768, heads=8, length=256),
     # Few tokens for many messages: half of a step over gloo is communication, as on large clusters.
     "comm": Preset(layers=8, hidden=128, heads=4, length=32),
 }

@@ -30,9 +30,9 @@ class Preset:
 
 PRESETS = {
     # Most of a step is arithmetic.
-    "small": Preset(layers=4, hidden=256, heads=4, experts=4, length=256),
+    "small": Preset(layers=2, hidden=512, heads=8, experts=4, length=256),
     # Few tokens for many messages: half of a step over gloo is communication, as on large clusters.
-    "comm": Preset(layers=4, hidden=128, heads=2, experts=8, length=16),
+    "comm": Preset(layers=4, hidden=128, heads=2, experts=2, length=16),
 }
 
 

@@ -12,9 +12,25 @@ from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.constants import default_pg_timeout
 
 from deepspeed_mcrdl import composed
-from deepspeed_mcrdl import operations as ops
 from deepspeed_mcrdl.config import MCRDLConfig
 from deepspeed_mcrdl.errors import UnsupportedError
+from deepspeed_mcrdl.operations import (
+    ALL_GATHER,
+    ALL_GATHER_INTO_TENSOR,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    ALL_TO_ALL_SINGLE,
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    RECV,
+    REDUCE,
+    REDUCE_OPS,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_TENSOR,
+    SCATTER,
+    SEND,
+)
 from deepspeed_mcrdl.runtime import Runtime
 from deepspeed_mcrdl.work import Work
 
@@ -23,15 +39,19 @@ stock = importlib.import_module("deepspeed.comm.torch")
 
 # Both enumerations that callers pass, by their members.
 _OP_NAMES: dict[Any, str] = {
-    **{member: name for name in ops.REDUCE_OPS if (member := getattr(ReduceOp, name.upper(), None)) is not None},
-    **{getattr(dist.ReduceOp, name.upper()): name for name in ops.REDUCE_OPS},
+    **{member: name for name in REDUCE_OPS if (member := getattr(ReduceOp, name.upper(), None)) is not None},
+    **{getattr(dist.ReduceOp, name.upper()): name for name in REDUCE_OPS},
 }
 
 
+# Enumerations hash slowly, and callers nearly always pass the members themselves.
+_OP_NAMES_BY_ID = {id(member): name for member, name in _OP_NAMES.items()}
+
+
 def _op_name(op: Any) -> str:
-    name = _OP_NAMES.get(op)
+    name = _OP_NAMES_BY_ID.get(id(op)) or _OP_NAMES.get(op)
     if name is None:
-        raise UnsupportedError(f"reduce operation {op} is not known; known are {', '.join(ops.REDUCE_OPS)}")
+        raise UnsupportedError(f"reduce operation {op} is not known; known are {', '.join(REDUCE_OPS)}")
     return name
 
 
@@ -68,24 +88,28 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         self.shm_comm_op = None
         self.has_all_reduce_coalesced = True
         self.has_coalescing_manager = False  # torch's manager would collect calls past the router
-        self.runtime = Runtime(self.config)
+        self._use(Runtime(self.config))
+
+    def _use(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._issue = runtime.issue
 
     def restart(self, config: MCRDLConfig) -> None:
         """Go on with another config, in every group made so far; every rank calls this at the same place."""
         groups = [group.torch_group for group in self.runtime.groups]
         self.runtime.close()
         self.config = config
-        self.runtime = Runtime(config)
+        self._use(Runtime(config))
         for group in groups:
             self.runtime.adopt(group)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        return self.runtime.issue(ops.ALL_REDUCE, group, tensor, _op_name(op), async_op=async_op)
+        return self._issue(ALL_REDUCE, group, (tensor, _op_name(op)), async_op)
 
     def inference_all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> torch.Tensor:
-        self.runtime.issue(ops.ALL_REDUCE, group, tensor, _op_name(op))
+        self._issue(ALL_REDUCE, group, (tensor, _op_name(op)))
         return tensor
 
     def all_reduce_coalesced(
@@ -98,12 +122,12 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
     ) -> Any:
         if stock.DS_COMM_REDUCE_OFF:
             return super().reduce(tensor, dst, op, group, async_op)
-        return self.runtime.issue(ops.REDUCE, group, tensor, dst, _op_name(op), async_op=async_op)
+        return self._issue(REDUCE, group, (tensor, dst, _op_name(op)), async_op)
 
     def broadcast(self, tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
         if stock.DS_COMM_BROADCAST_OFF:
             return super().broadcast(tensor, src, group, async_op)
-        return self.runtime.issue(ops.BROADCAST, group, tensor, src, async_op=async_op)
+        return self._issue(BROADCAST, group, (tensor, src), async_op)
 
     def broadcast_object_list(self, object_list: list[Any], src: int, group: Any = None, device: Any = None) -> None:
         composed.broadcast_object_list(self.runtime, group, object_list, src, device)
@@ -113,12 +137,12 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
     ) -> Any:
         if stock.DS_COMM_ALL_GATHER_OFF:
             return super().all_gather(tensor_list, tensor, group, async_op)
-        return self.runtime.issue(ops.ALL_GATHER, group, tensor_list, tensor, async_op=async_op)
+        return self._issue(ALL_GATHER, group, (tensor_list, tensor), async_op)
 
     def all_gather_into_tensor(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
     ) -> Any:
-        return self.runtime.issue(ops.ALL_GATHER_INTO_TENSOR, group, output_tensor, input_tensor, async_op=async_op)
+        return self._issue(ALL_GATHER_INTO_TENSOR, group, (output_tensor, input_tensor), async_op)
 
     all_gather_base = all_gather_into_tensor
 
@@ -142,7 +166,7 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        return self.runtime.issue(ops.GATHER, group, gather_list, tensor, dst, async_op=async_op)
+        return self._issue(GATHER, group, (gather_list, tensor, dst), async_op)
 
     def scatter(
         self,
@@ -152,7 +176,7 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        return self.runtime.issue(ops.SCATTER, group, tensor, scatter_list, src, async_op=async_op)
+        return self._issue(SCATTER, group, (tensor, scatter_list, src), async_op)
 
     def reduce_scatter(
         self,
@@ -164,7 +188,7 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
     ) -> Any:
         if stock.DS_COMM_REDUCE_SCATTER_OFF:
             return super().reduce_scatter(output, input_list, op, group, async_op)
-        return self.runtime.issue(ops.REDUCE_SCATTER, group, output, input_list, _op_name(op), async_op=async_op)
+        return self._issue(REDUCE_SCATTER, group, (output, input_list, _op_name(op)), async_op)
 
     def reduce_scatter_tensor(
         self,
@@ -174,9 +198,7 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        return self.runtime.issue(
-            ops.REDUCE_SCATTER_TENSOR, group, output_tensor, input_tensor, _op_name(op), async_op=async_op
-        )
+        return self._issue(REDUCE_SCATTER_TENSOR, group, (output_tensor, input_tensor, _op_name(op)), async_op)
 
     def all_to_all_single(
         self,
@@ -189,9 +211,7 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
     ) -> Any:
         # torch takes an empty list of splits for none
         output_splits, input_splits = output_split_sizes or None, input_split_sizes or None
-        return self.runtime.issue(
-            ops.ALL_TO_ALL_SINGLE, group, output, input, output_splits, input_splits, async_op=async_op
-        )
+        return self._issue(ALL_TO_ALL_SINGLE, group, (output, input, output_splits, input_splits), async_op)
 
     def all_to_all(
         self,
@@ -200,27 +220,27 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        return self.runtime.issue(ops.ALL_TO_ALL, group, output_tensor_list, input_tensor_list, async_op=async_op)
+        return self._issue(ALL_TO_ALL, group, (output_tensor_list, input_tensor_list), async_op)
 
     def send(self, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> None:
-        self.runtime.issue(ops.SEND, group, tensor, dst, tag)
+        self._issue(SEND, group, (tensor, dst, tag))
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> int:
         """Receive into `tensor` and return the sender's global rank."""
         if src is not None:
-            self.runtime.issue(ops.RECV, group, tensor, src, tag)
+            self._issue(RECV, group, (tensor, src, tag))
             return src
         work = self.irecv(tensor, src, group, tag)
         work.wait()
         return work.source_rank()
 
     def isend(self, tensor: torch.Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
-        work = self.runtime.issue(ops.SEND, group, tensor, dst, tag, async_op=True)
+        work = self._issue(SEND, group, (tensor, dst, tag), True)
         assert work is not None
         return work
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Work:
-        work = self.runtime.issue(ops.RECV, group, tensor, src, tag, async_op=True)
+        work = self._issue(RECV, group, (tensor, src, tag), True)
         assert work is not None
         return work
 
@@ -228,7 +248,7 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         return composed.batch_isend_irecv(self.runtime, [(p.op, p.tensor, p.peer, p.group, p.tag) for p in p2p_op_list])
 
     def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        return self.runtime.issue(ops.BARRIER, group, async_op=async_op)
+        return self._issue(BARRIER, group, (), async_op)
 
     def monitored_barrier(
         self, group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False

@@ -47,7 +47,7 @@ def test_moe_with_tensor_parallelism_is_the_same_on_each_backend(tmp_path):
 
 def test_moe_with_expert_and_tensor_parallelism_on_four_ranks(tmp_path):
     runs = [
-        train(tmp_path / name, "--routing", json.dumps(routing), "moe_tp2", "moe_ep2", ranks=4)
+        train(tmp_path / name, "--routing", json.dumps(routing), "moe_ep2", "moe_tp2", ranks=4)
         for name, routing in (("mixed", MIXED), ("gloo", {"default": "gloo"}))
     ]
     for mixed, gloo in zip(*runs, strict=True):
