@@ -322,7 +322,8 @@ def _environment(ranks: int) -> dict[str, str]:
 
 
 def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
 
 
 def _require_matplotlib() -> None:

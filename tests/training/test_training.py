@@ -39,6 +39,17 @@ def test_losses_are_those_of_stock_deepspeed(stock, tmp_path, routing):
         assert {r["backend"] for r in rank.values()} == {"deepspeed_mcrdl.faces.deepspeed_backend.MCRDLBackend"}
 
 
+def test_groups_of_a_kind_have_rules_of_their_own(stock, tmp_path):
+    groups = {"expert_parallel": {"all_to_all": "gloo"}, "expert_data_parallel": {"default": "gloo"}}
+    cases = ["moe_ep1", "moe_ep2"]
+    ours = train(tmp_path, "--routing", json.dumps({"default": "mpi", "groups": groups}), *cases)
+    for ours_of_rank, stock_of_rank in zip(ours, stock, strict=True):
+        assert all(ours_of_rank[case]["losses"] == stock_of_rank[case]["losses"] for case in cases)
+        assert "all_to_all_single on expert_parallel: gloo" in ours_of_rank["moe_ep2"]["carried"]
+        assert "all_reduce on data_parallel: mpi" in ours_of_rank["moe_ep2"]["carried"]
+        assert "all_reduce on expert_data_parallel: gloo" in ours_of_rank["moe_ep1"]["carried"]
+
+
 def test_moe_with_tensor_parallelism_is_the_same_on_each_backend(tmp_path):
     # Stock gloo can't run it: DeepSpeed gathers blocks whose shapes differ.
     runs = [train(tmp_path / name, "--routing", json.dumps({"default": name}), "moe_tp2") for name in ("mpi", "gloo")]

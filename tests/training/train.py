@@ -168,6 +168,14 @@ def count_calls(counts):
         setattr(comm.cdb, name, counted)
 
 
+def carried():
+    """Return "operation on kind of group: backend" for every route taken, and forget them."""
+    routes = comm.cdb.runtime._routes
+    names = {f"{key[0]} on {key[1].kind}: {route.method.__self__.name}" for key, route in routes.items()}
+    routes.clear()
+    return sorted(names)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--stock", action="store_true")
@@ -192,6 +200,8 @@ def main():
         losses = CASES[case](args.stock)
         backend = f"{type(comm.cdb).__module__}.{type(comm.cdb).__name__}"
         results[case] = {"losses": [loss.hex() for loss in losses], "calls": dict(counts), "backend": backend}
+        if not args.stock:
+            results[case]["carried"] = carried()
     (args.output / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
