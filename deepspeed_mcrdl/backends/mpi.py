@@ -3,6 +3,9 @@
 Collectives run on a communicator of the group; messages run on the world's, with a tag space for each group. MPI
 moves data only inside its calls, so an unfinished operation is registered with safety.Progress. MPI matches a
 blocking collective only with a blocking one: all ranks must pass the same `async_op`, as training code does.
+
+Only mpi4py's upper-case methods are used: the lower-case ones make a hidden communicator while they hold the
+interpreter's lock, so that a dead peer would freeze every thread of this process.
 """
 
 from __future__ import annotations

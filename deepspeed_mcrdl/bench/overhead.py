@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_mcrdl.bench import options
 from deepspeed_mcrdl.bench.launch import run_ranks, under_launcher
 from deepspeed_mcrdl.bench.results import write_json
 from deepspeed_mcrdl.config import parse
@@ -45,11 +46,13 @@ class Case:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `mcrdl bench overhead`."""
-    parser.add_argument("--ranks", type=int, help="start this many ranks here (default: run under your launcher)")
-    parser.add_argument("--backends", default="auto", help="comma-separated; auto: all that are usable")
-    parser.add_argument("--sizes", default="256,65536,1048576", help="comma-separated bytes of float32")
-    parser.add_argument("--iterations", type=int, default=400, help="timed calls of each kind")
-    parser.add_argument("--json", metavar="FILE", help="write the rows here")
+    parser.add_argument(
+        "--ranks", type=options.at_least(1), help="start this many ranks here (default: run under your launcher)"
+    )
+    parser.add_argument("--backends", type=options.names, default=["auto"], help="comma-separated; auto: all usable")
+    parser.add_argument("--sizes", type=options.sizes, default="256,64K,1M", help="bytes: 256,64K,1M or 256:16M")
+    parser.add_argument("--iterations", type=options.at_least(1), default=1000, help="timed calls of each kind")
+    parser.add_argument("--json", type=options.output_file, metavar="FILE", help="write the rows here")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -64,11 +67,11 @@ def main(args: argparse.Namespace) -> int:
     deepspeed.init_distributed(dist_backend="mcrdl", verbose=False)
     face = comm.cdb
     usable = list(face.runtime.backends)
-    names = usable if args.backends == "auto" else args.backends.split(",")
+    names = usable if args.backends == ["auto"] else args.backends
     rows = []
     for name in names:
         face.restart(parse({"routing": {"default": name}, "banner": False}))
-        for size in map(int, args.sizes.split(",")):
+        for size in args.sizes:
             rows += [_measure(face, name, size, case, args.iterations) for case in _cases(face, name, size)]
     if face.get_rank() == 0:
         _print(rows)

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepspeed_mcrdl.bench import options
 from deepspeed_mcrdl.bench.launch import free_port
 from deepspeed_mcrdl.bench.results import write_json
+from deepspeed_mcrdl.bench.workloads import WARM_UP_STEPS
 from deepspeed_mcrdl.errors import ConfigError, MCRDLError, suggest
 
 WORKLOADS = {"moe": "moe_examples/train_moe.py", "gpt": "megatron_examples/train_gpt.py"}
@@ -38,19 +40,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="moe")
     parser.add_argument("--preset", choices=("small", "comm"), default="comm")
     parser.add_argument(
-        "--backends", default="stock,gloo,mpi,mixed", help="comma-separated: stock, or a config of the workload"
+        "--backends",
+        type=options.names,
+        default="stock,gloo,mpi,mixed",
+        help="comma-separated: stock, or a config of the workload",
     )
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60, help="steps of a run; the first 3 are not counted")
+    parser.add_argument("--ranks", type=options.at_least(1), default=2)
+    parser.add_argument("--rounds", type=options.at_least(1), default=3)
+    parser.add_argument(
+        "--steps", type=options.at_least(WARM_UP_STEPS + 1), default=60, help="of a run; the first are not counted"
+    )
     parser.add_argument("--timeout", type=float, default=600, metavar="SECONDS", help="limit of one run")
-    parser.add_argument("--json", metavar="FILE", help="write the rows here")
-    parser.add_argument("--plot", metavar="FILE", help="draw a bar chart (PNG); needs matplotlib")
+    parser.add_argument("--json", type=options.output_file, metavar="FILE", help="write the rows here")
+    parser.add_argument(
+        "--plot", type=options.output_file, metavar="FILE", help="draw a bar chart (PNG); needs matplotlib"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the benchmark; returns 0 if all losses agreed."""
-    backends = _usable(args.backends.split(","), args.workload)
+    backends = _usable(args.backends, args.workload)
     if args.plot:
         _require_matplotlib()
     runs = _run_all(args, backends)
@@ -333,7 +342,7 @@ def _require_matplotlib() -> None:
         raise ConfigError("--plot needs matplotlib: pip install 'deepspeed_mcrdl[plot]'") from None
 
 
-def _plot(rows: Sequence[dict[str, Any]], path: str) -> None:
+def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

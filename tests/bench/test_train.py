@@ -87,6 +87,10 @@ def test_a_real_benchmark_of_two_backends(tmp_path, workload):
     [
         (["--backends", "mixd"], 'there is no config for "mixd". Did you mean "mixed"?'),
         (["--workload", "mo"], "invalid choice"),
+        (["--ranks", "0"], "'0' is not a whole number of 1 or more"),
+        (["--steps", "3"], "'3' is not a whole number of 4 or more"),
+        (["--backends", ","], "is not a comma-separated list"),
+        (["--json", "no/such/folder/x.json"], "there is no folder no/such/folder"),
     ],
 )
 def test_wrong_arguments_are_a_sentence(arguments, text):

@@ -14,10 +14,9 @@ import torch
 from deepspeed.comm import comm
 
 from deepspeed_mcrdl import operations as ops
+from deepspeed_mcrdl.bench.workloads import WARM_UP_STEPS
 from deepspeed_mcrdl.groups import Group, Mesh
 from deepspeed_mcrdl.observe.log import CommunicationLog
-
-_WARM_UP_STEPS = 3
 
 # The catalogue entry and arguments of a call on DeepSpeed's backend object, by the method's name.
 _CALLS: dict[str, tuple[ops.Operation, Callable[..., tuple[Any, ...]]]] = {
@@ -62,14 +61,14 @@ class Recorder:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one training step."""
-        if self._steps == _WARM_UP_STEPS:
+        if self._steps == WARM_UP_STEPS:
             dist.barrier()
             self._log.reset()
         start = time.perf_counter()
         yield
         elapsed = time.perf_counter() - start
         self._steps += 1
-        if self._steps > _WARM_UP_STEPS:
+        if self._steps > WARM_UP_STEPS:
             self._step_seconds.append(elapsed)
             self._rows = self._log.rows()
 

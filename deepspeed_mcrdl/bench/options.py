@@ -1,0 +1,56 @@
+"""Types of command-line options that benchmarks share; a wrong value is argparse's one-line error."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_RANGE_FACTOR = 4
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a type for whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"\d+", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        return int(text)
+
+    return parse
+
+
+def names(text: str) -> list[str]:
+    """Return the words of a comma-separated list."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of names")
+    return words
+
+
+def sizes(text: str) -> list[int]:
+    """Return bytes: ``256,64K,1M``, or a range ``256:16M`` in steps of 4 times."""
+    if ":" not in text:
+        return [_size(part) for part in text.split(",")]
+    first, last = (_size(part) for part in text.split(":", 1))
+    result = [first]
+    while result[-1] * _RANGE_FACTOR <= last:
+        result.append(result[-1] * _RANGE_FACTOR)
+    return result
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"([1-9]\d*)([KMG]?)", text.strip().upper())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes such as 256, 64K or 16M")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def output_file(text: str) -> Path:
+    """Return a path in a folder that exists, so that a long run doesn't end without a place for its result."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
