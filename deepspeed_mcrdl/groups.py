@@ -106,30 +106,25 @@ class Groups:
     Args:
         store: the job's store, from which groups get their numbers.
         rank: this process's global rank.
-        hosts: hostname of every rank.
-
-    Attributes:
-        by_torch_group: the groups known so far; None stands for the world.
-        world: the group of all ranks.
-    """
+        hosts: hostname of every rank."""
 
     def __init__(self, store: Store, rank: int, hosts: Sequence[str]) -> None:
         self._store = store
         self._rank = rank
         self._hosts = tuple(hosts)
-        self.by_torch_group: dict[Any, Group] = {}
+        self._by_torch_group: dict[Any, Group] = {}
         self.world = self.of(dist.group.WORLD)
-        self.by_torch_group[None] = self.world
+        self._by_torch_group[None] = self.world
 
     def __len__(self) -> int:
-        return len(set(self.by_torch_group.values()))
+        return len(set(self._by_torch_group.values()))
 
     def __iter__(self) -> Iterator[Group]:
-        return iter(dict.fromkeys(self.by_torch_group.values()))
+        return iter(dict.fromkeys(self._by_torch_group.values()))
 
     def of(self, torch_group: Any) -> Group:
         """Return the Group for a torch process group (None: the world) that this rank is a member of."""
-        group = self.by_torch_group.get(torch_group)
+        group = self._by_torch_group.get(torch_group)
         if group is None:
             if torch_group is dist.GroupMember.NON_GROUP_MEMBER:
                 raise CallError("a call on a group that this rank is not a member of")
@@ -142,12 +137,12 @@ class Groups:
                 mesh=mesh_of(ranks, self._hosts),
                 torch_group=torch_group,
             )
-            self.by_torch_group[torch_group] = group
+            self._by_torch_group[torch_group] = group
         return group
 
     def discard(self, torch_group: Any) -> Group | None:
         """Forget a destroyed group and return it."""
-        return self.by_torch_group.pop(torch_group, None)
+        return self._by_torch_group.pop(torch_group, None)
 
     def _number(self, name: str) -> int:
         # The first member to come draws the number; nobody waits for a call that is not already under way.

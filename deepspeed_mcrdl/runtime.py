@@ -1,7 +1,7 @@
 """The one way through: a call comes in, a Work goes out.
 
-A call is looked up by its key (operation, group, signature). The first call with a key is checked and routed, and the
-route is kept; later ones cost one dict lookup.
+A call is looked up by its key (operation, torch group, signature). The first call with a key is checked and routed, and
+the route is kept; later ones cost one dict lookup.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ class Route(NamedTuple):
 
     Attributes:
         method: called as method(group, *arguments, async_op).
+        group: the group of the call.
         check: run before every call, where the key alone does not vouch for the arguments.
     """
 
     method: Method
+    group: Group
     check: Callable[..., None] | None
 
 
@@ -64,7 +66,6 @@ class Runtime:
         self.progress = Progress()
         job = Job(store, self.rank, self.world_size, hosts, self.progress)
         self.groups = Groups(store, self.rank, hosts)
-        self._known_groups = self.groups.by_torch_group
         self.backends, self.left_out = agree(config, job)
         self._close_at_exit = self.close
         atexit.register(self._close_at_exit)
@@ -94,12 +95,11 @@ class Runtime:
             CallError: the arguments don't fit the operation and the group.
             UnsupportedError: no backend in use can do the call.
         """
-        group = self._known_groups.get(torch_group) or self.groups.of(torch_group)
-        key = (operation, group, *operation.signature(*args))
+        key = (operation, torch_group, *operation.signature(*args))
         route = self._routes.get(key)
         if route is None:
-            route = self._routes[key] = self._route(operation, group, args)
-        method, check = route
+            route = self._routes[key] = self._route(operation, self.groups.of(torch_group), args)
+        method, group, check = route
         if check is not None:
             check(group, *args)
         return method(group, *args, async_op)
@@ -113,7 +113,7 @@ class Runtime:
             method = through_contiguous(operation, method)
         if self.log is not None:
             method = self.log.timed(operation, backend.name, method)
-        return Route(method, None if operation.checked_once(*args) else operation.check)
+        return Route(method, group, None if operation.checked_once(*args) else operation.check)
 
     def observe(self, log: CommunicationLog | None) -> None:
         """Record every call from now on in `log`; None stops recording."""
@@ -141,7 +141,7 @@ class Runtime:
         if group is not None:
             for backend in self.backends.values():
                 backend.leave(group)
-            self._routes = {key: route for key, route in self._routes.items() if key[1] is not group}
+            self._routes = {key: route for key, route in self._routes.items() if route.group is not group}
 
     def close(self) -> None:
         """End all backends; idempotent."""

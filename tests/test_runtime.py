@@ -57,7 +57,7 @@ def _new_groups():
         assert (tensor == 2).all()
         cdb.destroy_process_group(group)
     assert len(cdb.runtime.groups) == before
-    assert all(key[1] in set(cdb.runtime.groups) for key in cdb.runtime._routes)
+    assert all(route.group in set(cdb.runtime.groups) for route in cdb.runtime._routes.values())
 
 
 def test_a_destroyed_group_leaves_nothing(ranks):
