@@ -109,7 +109,7 @@ class Groups:
         hosts: hostname of every rank."""
 
     def __init__(self, store: Store, rank: int, hosts: Sequence[str]) -> None:
-        self._store = store
+        self._store: Store | None = store
         self._rank = rank
         self._hosts = tuple(hosts)
         self._by_torch_group: dict[Any, Group] = {}
@@ -126,6 +126,7 @@ class Groups:
         """Return the Group for a torch process group (None: the world) that this rank is a member of."""
         group = self._by_torch_group.get(torch_group)
         if group is None:
+            store = self.store
             if torch_group is dist.GroupMember.NON_GROUP_MEMBER:
                 raise CallError("a call on a group that this rank is not a member of")
             ranks = dist.get_process_group_ranks(torch_group)
@@ -133,22 +134,37 @@ class Groups:
                 ranks=ranks,
                 rank=ranks.index(self._rank),
                 name=torch_group.group_name,
-                number=self._number(torch_group.group_name),
+                number=_number(store, torch_group.group_name),
                 mesh=mesh_of(ranks, self._hosts),
                 torch_group=torch_group,
             )
             self._by_torch_group[torch_group] = group
         return group
 
+    @property
+    def store(self) -> Store:
+        """The job's store, as long as communication goes on."""
+        if self._store is None:
+            raise CallError("communication has ended; start it again with deepspeed.init_distributed()")
+        return self._store
+
+    def close(self) -> None:
+        """Let go of torch's groups and store, which keep the job's port open as long as somebody holds them."""
+        for group in self:
+            group.torch_group = None
+        self._by_torch_group.clear()
+        self._store = None
+
     def discard(self, torch_group: Any) -> Group | None:
         """Forget a destroyed group and return it."""
         return self._by_torch_group.pop(torch_group, None)
 
-    def _number(self, name: str) -> int:
-        # The first member to come draws the number; nobody waits for a call that is not already under way.
-        if self._store.add(f"group/{name}/drawn", 1) == 1:
-            self._store.set(f"group/{name}/number", str(self._store.add("groups", 1) - 1))
-        return int(self._store.get(f"group/{name}/number"))
+
+def _number(store: Store, name: str) -> int:
+    # The first member to come draws the number; nobody waits for a call that is not already under way.
+    if store.add(f"group/{name}/drawn", 1) == 1:
+        store.set(f"group/{name}/number", str(store.add("groups", 1) - 1))
+    return int(store.get(f"group/{name}/number"))
 
 
 def mesh_of(ranks: Sequence[int], hosts: Sequence[str]) -> Mesh:

@@ -71,7 +71,7 @@ class Runtime:
         atexit.register(self._close_at_exit)
         self._join(self.groups.world)
         self.router = Router(config.routing, {name: type(backend) for name, backend in self.backends.items()})
-        self.monitored_barrier = MonitoredBarrier(store, self.progress)
+        self.monitored_barrier = MonitoredBarrier(self.groups, self.progress)
         self.log: CommunicationLog | None = None
         self._routes: dict[tuple[Any, ...], Route] = {}
         if config.banner and self.rank == 0:
@@ -150,6 +150,7 @@ class Runtime:
         self._routes.clear()
         for backend in reversed(backends.values()):
             backend.close()
+        self.groups.close()
 
     def describe(self) -> str:
         """Return the block that rank 0 prints at the start."""

@@ -18,10 +18,11 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Store
 
 from deepspeed_mcrdl.errors import MCRDLError
-from deepspeed_mcrdl.groups import Group
+from deepspeed_mcrdl.groups import Group, Groups
 
 _SPINS_BEFORE_SLEEP = 200
 _POLL_SLEEP_S = 50e-6
+_DRIVE_EVERY = 64
 
 
 class HostDriven(Protocol):
@@ -40,6 +41,8 @@ class Progress:
     def add(self, work: HostDriven) -> None:
         """Count `work` as unfinished; its buffers stay alive until it is discarded."""
         self._unfinished[work] = None
+        if len(self._unfinished) % _DRIVE_EVERY == 0:  # works that nobody waits for must not pile up
+            self.drive()
 
     def discard(self, work: HostDriven) -> None:
         """`work` is done."""
@@ -74,8 +77,8 @@ def seconds(timeout: timedelta | None) -> float | None:
 class MonitoredBarrier:
     """A barrier over the job's store that names the ranks that did not come, whatever the group's backends are."""
 
-    def __init__(self, store: Store, progress: Progress) -> None:
-        self._store = store
+    def __init__(self, groups: Groups, progress: Progress) -> None:
+        self._groups = groups
         self._progress = progress
         self._rounds: dict[Group, int] = {}
 
@@ -94,12 +97,12 @@ class MonitoredBarrier:
         number = self._rounds[group] = self._rounds.get(group, 0) + 1
         prefix = f"monitored_barrier/{group.number}/{number}"
         if group.rank != 0:
-            self._store.set(f"{prefix}/{group.rank}", "here")
+            self._groups.store.set(f"{prefix}/{group.rank}", "here")
             self._wait_for_verdict(prefix, group, timeout_s)
             return
         missing = self._missing(prefix, group, timeout_s)
         named = missing if wait_all_ranks else missing[:1]
-        self._store.set(f"{prefix}/verdict", ",".join(map(str, named)) or "ok")
+        self._groups.store.set(f"{prefix}/verdict", ",".join(map(str, named)) or "ok")
         if named:
             raise MCRDLError(_absent(group, named, timeout_s))
 
@@ -107,7 +110,7 @@ class MonitoredBarrier:
         waiting = {index: f"{prefix}/{index}" for index in range(1, group.size)}
 
         def all_here() -> bool:
-            for index in [i for i, key in waiting.items() if self._store.check([key])]:
+            for index in [i for i, key in waiting.items() if self._groups.store.check([key])]:
                 del waiting[index]
             return not waiting
 
@@ -117,9 +120,9 @@ class MonitoredBarrier:
     def _wait_for_verdict(self, prefix: str, group: Group, timeout_s: float) -> None:
         key = f"{prefix}/verdict"
         # The first rank may itself come late: that is its own timeout away, then it waits up to timeout_s for others.
-        if not self._progress.wait_until(lambda: self._store.check([key]), 2 * timeout_s):
+        if not self._progress.wait_until(lambda: self._groups.store.check([key]), 2 * timeout_s):
             raise MCRDLError(_absent(group, [group.ranks[0]], 2 * timeout_s))
-        verdict = self._store.get(key).decode()
+        verdict = self._groups.store.get(key).decode()
         if verdict != "ok":
             raise MCRDLError(_absent(group, [int(rank) for rank in verdict.split(",")], timeout_s))
 

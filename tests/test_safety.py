@@ -144,3 +144,18 @@ def _monitored_sub_group():
 
 def test_a_monitored_barrier_of_a_sub_group(ranks):
     ranks(3).run(_monitored_sub_group)
+
+
+def _dropped():
+    cdb = use({"default": "mpi"})
+    peer = 1 - cdb.get_rank()
+    for _ in range(300):
+        cdb.isend(torch.ones(10), peer)
+        cdb.irecv(torch.empty(10), peer)
+        cdb.all_reduce(torch.ones(100), async_op=True)
+    cdb.barrier()
+    assert len(cdb.runtime.progress._unfinished) < 200
+
+
+def test_operations_that_nobody_waits_for_do_not_pile_up(ranks):
+    ranks(2).run(_dropped)

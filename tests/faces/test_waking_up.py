@@ -92,3 +92,11 @@ def test_the_launcher_itself_stays_quiet(config):
     run = launcher.run([str(launcher.BIN / "deepspeed"), "--help"])
     assert run.status == 0
     assert "mcrdl" not in run.output
+
+
+def test_communication_ends_and_starts_again():
+    run = launcher.deepspeed(SCRIPT.with_name("again.py"))
+    assert len(run.lines("AGAIN ")) == 2, run.output
+    assert run.status != 0
+    assert "communication has ended; start it again with deepspeed.init_distributed()" in run.output
+    assert "Traceback" not in run.output
