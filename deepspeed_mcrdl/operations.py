@@ -26,18 +26,27 @@ barrier                (none)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from deepspeed_mcrdl.errors import CallError
+from deepspeed_mcrdl.checks import (
+    Tensors,
+    block_check,
+    check_all_gather,
+    check_all_to_all,
+    check_all_to_all_single,
+    check_gather,
+    check_nothing,
+    check_reduce_scatter,
+    check_scatter,
+    tensor_check,
+)
 from deepspeed_mcrdl.groups import Group
 
 REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
-
-Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,147 +154,6 @@ def _list_signature(tensors: Tensors, op: str | None = None) -> tuple[Any, ...]:
     )
 
 
-# --- checks ---
-
-
-def _same_kind(name: str, group: Group, tensors: Tensors) -> None:
-    dtypes = {t.dtype for t in tensors}
-    devices = {t.device for t in tensors}
-    if len(dtypes) > 1:
-        raise CallError(f"{name} on {group}: all tensors must have one dtype, got {sorted(map(str, dtypes))}")
-    if len(devices) > 1:
-        raise CallError(f"{name} on {group}: all tensors must be on one device, got {sorted(map(str, devices))}")
-    if any(t.layout is not torch.strided for t in tensors):
-        raise CallError(f"{name} on {group}: sparse tensors can't be communicated; call .to_dense() first")
-
-
-def _check_tensor(name: str) -> Callable[..., None]:
-    def check(group: Group, tensor: torch.Tensor, *rest: Any) -> None:
-        _same_kind(name, group, (tensor,))
-
-    return check
-
-
-def _check_blocks(name: str, large_output: bool) -> Callable[..., None]:
-    """One of the two tensors holds a block for each rank, the other one block."""
-
-    def check(group: Group, output: torch.Tensor, input: torch.Tensor, op: str | None = None) -> None:
-        _same_kind(name, group, (output, input))
-        large, small = (output, input) if large_output else (input, output)
-        if large.numel() != small.numel() * group.size:
-            role = ("output", "input") if large_output else ("input", "output")
-            raise CallError(
-                f"{name} on {group}: the {role[0]} must have {group.size} x the {role[1]}'s {small.numel()} elements, "
-                f"got {large.numel()}"
-            )
-
-    return check
-
-
-def _check_list(name: str, group: Group, tensors: Tensors | None, other: torch.Tensor, role: str, even: bool) -> None:
-    if tensors is None:
-        raise CallError(f"{name} on {group}: the root rank must give the list of {role}")
-    if len(tensors) != group.size:
-        raise CallError(
-            f"{name} on {group}: needs one of the {role} for each of {group.size} ranks, got {len(tensors)}"
-        )
-    _same_kind(name, group, (*tensors, other))
-    if tensors[group.rank].numel() != other.numel():
-        raise CallError(
-            f"{name} on {group}: entry {group.rank} of the {role} has {tensors[group.rank].numel()} elements, "
-            f"but this rank's own tensor has {other.numel()}"
-        )
-    if even and any(t.numel() != other.numel() for t in tensors):
-        raise CallError(f"{name} on {group}: the {role} must have equal sizes, got {[t.numel() for t in tensors]}")
-
-
-def _check_all_gather(group: Group, outputs: Tensors, input: torch.Tensor) -> None:
-    _check_list("all_gather", group, outputs, input, "outputs", even=False)
-
-
-def _check_gather(group: Group, outputs: Tensors | None, input: torch.Tensor, dst: int) -> None:
-    if group.index(dst) == group.rank:
-        _check_list("gather", group, outputs, input, "outputs", even=True)
-
-
-def _check_scatter(group: Group, output: torch.Tensor, inputs: Tensors | None, src: int) -> None:
-    if group.index(src) == group.rank:
-        _check_list("scatter", group, inputs, output, "inputs", even=True)
-
-
-def _check_reduce_scatter(group: Group, output: torch.Tensor, inputs: Tensors, op: str) -> None:
-    _check_list("reduce_scatter", group, inputs, output, "inputs", even=False)
-
-
-def _check_splits(group: Group, role: str, tensor: torch.Tensor, splits: Sequence[int] | None) -> None:
-    rows = tensor.shape[0] if tensor.dim() else 0
-    if splits is None:
-        if rows % group.size:
-            raise CallError(
-                f"all_to_all_single on {group}: the {role}'s {rows} rows can't be divided by {group.size} ranks; "
-                "give split sizes"
-            )
-    elif len(splits) != group.size or sum(splits) != rows or any(s < 0 for s in splits):
-        raise CallError(
-            f"all_to_all_single on {group}: {role} split sizes {list(splits)} must be {group.size} numbers >= 0 that "
-            f"add up to the {rows} rows"
-        )
-
-
-def _check_all_to_all_single(
-    group: Group,
-    output: torch.Tensor,
-    input: torch.Tensor,
-    output_splits: Sequence[int] | None,
-    input_splits: Sequence[int] | None,
-) -> None:
-    _same_kind("all_to_all_single", group, (output, input))
-    if output_splits is None and input_splits is None:
-        if output.numel() != input.numel():
-            raise CallError(
-                f"all_to_all_single on {group}: without split sizes input and output must be equally large, "
-                f"got {input.numel()} and {output.numel()} elements"
-            )
-        if input.numel() % group.size:
-            raise CallError(
-                f"all_to_all_single on {group}: {input.numel()} elements can't be divided by {group.size} ranks; "
-                "give split sizes"
-            )
-        return
-    _check_splits(group, "output", output, output_splits)
-    _check_splits(group, "input", input, input_splits)
-    own_in = input_splits[group.rank] if input_splits else input.shape[0] // group.size
-    own_out = output_splits[group.rank] if output_splits else output.shape[0] // group.size
-    if own_in * row_numel(input) != own_out * row_numel(output):
-        raise CallError(
-            f"all_to_all_single on {group}: this rank sends itself {own_in * row_numel(input)} elements, "
-            f"but expects {own_out * row_numel(output)}"
-        )
-
-
-def row_numel(tensor: torch.Tensor) -> int:
-    """Return the number of elements of one row, the unit of split sizes."""
-    return tensor[0].numel() if tensor.dim() and tensor.shape[0] else 0
-
-
-def _check_all_to_all(group: Group, outputs: Tensors, inputs: Tensors) -> None:
-    for role, tensors in (("outputs", outputs), ("inputs", inputs)):
-        if len(tensors) != group.size:
-            raise CallError(
-                f"all_to_all on {group}: needs one of the {role} for each of {group.size} ranks, got {len(tensors)}"
-            )
-    _same_kind("all_to_all", group, (*outputs, *inputs))
-    if outputs[group.rank].numel() != inputs[group.rank].numel():
-        raise CallError(
-            f"all_to_all on {group}: this rank sends itself {inputs[group.rank].numel()} elements, "
-            f"but expects {outputs[group.rank].numel()}"
-        )
-
-
-def _check_nothing(group: Group, *args: Any) -> None:
-    return None
-
-
 # --- the catalogue ---
 
 ALL_REDUCE = Operation(
@@ -296,7 +164,7 @@ ALL_REDUCE = Operation(
     signature=_all_reduce_signature,
     tensors=lambda tensor, op: ((tensor,), (tensor,)),
     size=lambda group, tensor, op: nbytes((tensor,)),
-    check=_check_tensor("all_reduce"),
+    check=tensor_check("all_reduce"),
 )
 REDUCE = Operation(
     name="reduce",
@@ -306,7 +174,7 @@ REDUCE = Operation(
     signature=_reduce_signature,
     tensors=lambda tensor, dst, op: ((tensor,), (tensor,)),
     size=lambda group, tensor, dst, op: nbytes((tensor,)),
-    check=_check_tensor("reduce"),
+    check=tensor_check("reduce"),
 )
 BROADCAST = Operation(
     name="broadcast",
@@ -316,7 +184,7 @@ BROADCAST = Operation(
     signature=_tensor_signature,
     tensors=lambda tensor, src: ((tensor,), (tensor,)),
     size=lambda group, tensor, src: nbytes((tensor,)),
-    check=_check_tensor("broadcast"),
+    check=tensor_check("broadcast"),
 )
 ALL_GATHER_INTO_TENSOR = Operation(
     name="all_gather_into_tensor",
@@ -326,7 +194,7 @@ ALL_GATHER_INTO_TENSOR = Operation(
     signature=_pair_signature,
     tensors=lambda output, input: ((input,), (output,)),
     size=lambda group, output, input: nbytes((output,)),
-    check=_check_blocks("all_gather_into_tensor", large_output=True),
+    check=block_check("all_gather_into_tensor", large_output=True),
 )
 ALL_GATHER = Operation(
     name="all_gather",
@@ -336,7 +204,7 @@ ALL_GATHER = Operation(
     signature=lambda outputs, input: _list_signature((*outputs, input)),
     tensors=lambda outputs, input: ((input,), outputs),
     size=lambda group, outputs, input: nbytes(outputs),
-    check=_check_all_gather,
+    check=check_all_gather,
     checked_once=lambda *args: False,
 )
 GATHER = Operation(
@@ -347,7 +215,7 @@ GATHER = Operation(
     signature=lambda outputs, input, dst: _list_signature((input, *(outputs or ())), "root" if outputs else None),
     tensors=lambda outputs, input, dst: ((input,), outputs or ()),
     size=lambda group, outputs, input, dst: nbytes((input,)) * group.size,
-    check=_check_gather,
+    check=check_gather,
     checked_once=lambda *args: False,
 )
 SCATTER = Operation(
@@ -358,7 +226,7 @@ SCATTER = Operation(
     signature=lambda output, inputs, src: _list_signature((output, *(inputs or ())), "root" if inputs else None),
     tensors=lambda output, inputs, src: (inputs or (), (output,)),
     size=lambda group, output, inputs, src: nbytes((output,)) * group.size,
-    check=_check_scatter,
+    check=check_scatter,
     checked_once=lambda *args: False,
 )
 REDUCE_SCATTER_TENSOR = Operation(
@@ -369,7 +237,7 @@ REDUCE_SCATTER_TENSOR = Operation(
     signature=_pair_signature,
     tensors=lambda output, input, op: ((input,), (output,)),
     size=lambda group, output, input, op: nbytes((input,)),
-    check=_check_blocks("reduce_scatter_tensor", large_output=False),
+    check=block_check("reduce_scatter_tensor", large_output=False),
 )
 REDUCE_SCATTER = Operation(
     name="reduce_scatter",
@@ -379,7 +247,7 @@ REDUCE_SCATTER = Operation(
     signature=lambda output, inputs, op: _list_signature((*inputs, output), op),
     tensors=lambda output, inputs, op: (inputs, (output,)),
     size=lambda group, output, inputs, op: nbytes(inputs),
-    check=_check_reduce_scatter,
+    check=check_reduce_scatter,
     checked_once=lambda *args: False,
 )
 ALL_TO_ALL_SINGLE = Operation(
@@ -390,7 +258,7 @@ ALL_TO_ALL_SINGLE = Operation(
     signature=_all_to_all_single_signature,
     tensors=lambda output, input, output_splits, input_splits: ((input,), (output,)),
     size=lambda group, output, input, output_splits, input_splits: nbytes((input,)),
-    check=_check_all_to_all_single,
+    check=check_all_to_all_single,
     checked_once=_even,
     # With split sizes each rank knows only its own row of the matrix of sizes.
     agreed=_even,
@@ -403,7 +271,7 @@ ALL_TO_ALL = Operation(
     signature=lambda outputs, inputs: _list_signature((*outputs, *inputs)),
     tensors=lambda outputs, inputs: (inputs, outputs),
     size=lambda group, outputs, inputs: nbytes(inputs),
-    check=_check_all_to_all,
+    check=check_all_to_all,
     checked_once=lambda *args: False,
     agreed=lambda outputs, inputs: False,
 )
@@ -415,7 +283,7 @@ SEND = Operation(
     signature=_tensor_signature,
     tensors=lambda tensor, dst, tag: ((tensor,), ()),
     size=lambda group, tensor, dst, tag: nbytes((tensor,)),
-    check=_check_tensor("send"),
+    check=tensor_check("send"),
 )
 RECV = Operation(
     name="recv",
@@ -425,7 +293,7 @@ RECV = Operation(
     signature=_tensor_signature,
     tensors=lambda tensor, src, tag: ((), (tensor,)),
     size=lambda group, tensor, src, tag: nbytes((tensor,)),
-    check=_check_tensor("recv"),
+    check=tensor_check("recv"),
 )
 BARRIER = Operation(
     name="barrier",
@@ -435,7 +303,7 @@ BARRIER = Operation(
     signature=lambda: (),
     tensors=lambda: ((), ()),
     size=lambda group: 0,
-    check=_check_nothing,
+    check=check_nothing,
 )
 
 OPERATIONS: dict[str, Operation] = {

@@ -3,20 +3,12 @@
 import json
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 
 from deepspeed_mcrdl.bench.launch import free_port
 from tests import launcher
-
-SCRIPT = Path(__file__).with_name("faces") / "wake.py"
-CONFIG = {
-    "train_batch_size": 2,
-    "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-    "comm_backend": "mcrdl",
-    "mcrdl": {"routing": {"broadcast": "gloo"}},
-}
+from tests.faces.test_waking_up import CONFIG, SCRIPT
 
 
 @pytest.fixture

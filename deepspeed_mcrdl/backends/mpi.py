@@ -10,7 +10,6 @@ interpreter's lock, so that a dead peer would freeze every thread of this proces
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deepspeed_mcrdl.backends.base import ARITHMETIC_OPS, BIT_OPS, FLOATS, INTEGERS, Backend, Job, message_tag
+from deepspeed_mcrdl.backends.mpi_halves import HALVES, half_op
 from deepspeed_mcrdl.bootstrap import mpi as bootstrap
+from deepspeed_mcrdl.checks import row_numel
 from deepspeed_mcrdl.groups import Group
-from deepspeed_mcrdl.operations import row_numel
 from deepspeed_mcrdl.safety import Progress, seconds
 from deepspeed_mcrdl.work import Work
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_HALVES = frozenset({torch.float16, torch.bfloat16})
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 _FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
@@ -61,12 +60,6 @@ _MPI_OP_NAMES = {
     "band": "BAND",
     "bor": "BOR",
     "bxor": "BXOR",
-}
-_HALF_OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "sum": lambda into, other: into.add_(other),
-    "min": lambda into, other: torch.minimum(into, other, out=into),
-    "max": lambda into, other: torch.maximum(into, other, out=into),
-    "product": lambda into, other: into.mul_(other),
 }
 
 
@@ -220,8 +213,8 @@ class MPIBackend(Backend):
         return [self._from_address(tensor.data_ptr(), tensor.nbytes), (counts, None), self._types[tensor.dtype]]
 
     def _op(self, dtype: torch.dtype, op: str) -> MPI.Op:
-        if dtype in _HALVES:
-            return _half_op(dtype, "sum" if op == "avg" else op)
+        if dtype in HALVES:
+            return half_op(dtype, "sum" if op == "avg" else op)
         return self._ops[op]
 
     def _run(
@@ -372,25 +365,6 @@ class MPIBackend(Backend):
     def barrier(self, group: Group, async_op: bool) -> Work | None:
         comm = self._comm(group)
         return self._run((comm.Barrier, comm.Ibarrier), (), None, async_op)
-
-
-@functools.cache  # MPI bindings have room for a few operators only, and a process can start several runtimes
-def _half_op(dtype: torch.dtype, op: str) -> MPI.Op:
-    from mpi4py import MPI
-
-    return MPI.Op.Create(partial(_reduce_halves, dtype, _HALF_OPERATORS[op]), commute=True)
-
-
-def _reduce_halves(
-    dtype: torch.dtype,
-    operator: Callable[[torch.Tensor, torch.Tensor], Any],
-    incoming: MPI.buffer,
-    into: MPI.buffer,
-    datatype: MPI.Datatype,
-) -> None:
-    """An MPI operator on 16-bit floats: torch rounds once for each pair of ranks, as gloo does."""
-    if into.nbytes:
-        operator(torch.frombuffer(into, dtype=dtype), torch.frombuffer(incoming, dtype=dtype))
 
 
 def _divide(tensor: torch.Tensor, size: int) -> None:
