@@ -151,7 +151,7 @@ def installed() -> dict[str, type[Backend]]:
     """Return the backend classes that are installed, by name, in order of preference.
 
     Raises:
-        MCRDLError: if a backend's entry point can't be imported, which names the package at fault.
+        MCRDLError: if a backend can't be imported, which names the one at fault, or if there is none.
     """
     found: dict[str, Any] = {}
     for entry in entry_points(group=ENTRY_POINT_GROUP):
@@ -159,4 +159,6 @@ def installed() -> dict[str, type[Backend]]:
             found[entry.name] = entry.load()
         except (ImportError, AttributeError) as error:
             raise MCRDLError(f'the backend "{entry.name}" ({entry.value}) can\'t be imported: {error}') from error
+    if not found:
+        raise MCRDLError("no backend is installed: deepspeed_mcrdl's entry points are missing; install it with pip")
     return dict(sorted(found.items(), key=lambda item: item[1].preference))
