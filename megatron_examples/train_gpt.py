@@ -179,12 +179,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Returns the mean cross entropy of the next byte."""
 
-    def __init__(self, preset: Preset, mesh: Mesh):
+    def __init__(self, preset: Preset, mesh: Mesh, seed: int):
         super().__init__()
         self.mesh = mesh
         self.embedding = VocabularyParallelEmbedding(preset.hidden, mesh)
-        # The one random parameter that all tensor-parallel ranks have whole, so it is drawn alike on all.
-        alike = torch.Generator().manual_seed(0)
+        # The one random parameter that all tensor-parallel ranks have whole, so it is drawn alike on all, from a
+        # stream apart from those of the ranks' shares: with one of theirs it would repeat the embedding's numbers.
+        alike = torch.Generator().manual_seed(seed + 500)
         self.position = nn.Parameter(torch.randn(preset.length, preset.hidden, generator=alike))
         self.blocks = nn.Sequential(*(Block(preset, mesh) for _ in range(preset.layers)))
         self.norm = nn.LayerNorm(preset.hidden)
@@ -219,7 +220,7 @@ def main() -> None:
     deepspeed.init_distributed()
     mesh = Mesh(args.tp)
     torch.manual_seed(args.seed + 1000 * mesh.get_model_parallel_rank())  # every rank draws its own share
-    model = GPT(preset, mesh)
+    model = GPT(preset, mesh, args.seed)
     engine, _, loader, _ = deepspeed.initialize(
         args=args,
         model=model,

@@ -8,6 +8,7 @@ exit status is 1. A round's tokens/s is the tokens of a step by the median step 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import math
 import os
@@ -16,7 +17,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +33,8 @@ WORKLOADS = {"moe": "moe_examples/train_moe.py", "gpt": "megatron_examples/train
 STOCK = "stock"
 _LOSS_TOLERANCE = 1e-4
 _OUTPUT_LINES = 30
+_GRACE_S = 5.0
+_INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,11 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the benchmark; returns 0 if all losses agreed."""
+    """Run the benchmark; returns 0 if all losses agreed, 1 if not or if a run failed."""
     backends = _usable(args.backends, args.workload)
     if args.plot:
         _require_matplotlib()
-    runs = _run_all(args, backends)
+    try:
+        runs = _run_all(args, backends)
+    except RunFailed as failure:
+        print(f"mcrdl: error: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("mcrdl: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     summaries = [summarise(backend, runs[backend]) for backend in backends]
     equal = losses_equal([run for backend in backends for run in runs[backend]])
     rows = make_rows(args.workload, args.preset, summaries, equal)
@@ -75,6 +84,10 @@ def main(args: argparse.Namespace) -> int:
     if not equal:
         print("mcrdl: error: the losses differ between the runs, so their speeds can't be compared", file=sys.stderr)
     return 0 if equal else 1
+
+
+class RunFailed(Exception):
+    """A run ended with an error, without a report or not in time; the text has its last lines."""
 
 
 @dataclass(frozen=True)
@@ -239,18 +252,21 @@ def _needs_compiler() -> bool:
 
 
 def _folder(name: str) -> Path:
-    """Return a folder of examples or configs: beside the package in a source tree, else where the wheel put it."""
-    source = Path(__file__).parents[2] / name
-    return source if source.is_dir() else Path(sysconfig.get_path("data"), "share", "deepspeed_mcrdl", name)
+    """Return a folder of examples or configs: beside the package in a source tree, else where pip put it."""
+    root = Path(__file__).parents[2]
+    if (root / "pyproject.toml").is_file():
+        return root / name
+    # pip's own list: where data files go differs between --user, --prefix and a virtual environment.
+    for file in importlib.metadata.files("deepspeed-mcrdl") or ():
+        if file.parent.parts[-3:] == ("share", "deepspeed_mcrdl", name):
+            return Path(str(file.locate())).resolve().parent
+    raise MCRDLError(f"the folder {name} is missing; install deepspeed_mcrdl from a wheel or run in its source tree")
 
 
 def script_path(workload: str) -> Path:
     """Return the training script of a workload."""
     folder, _, name = WORKLOADS[workload].partition("/")
-    path = _folder(folder) / name
-    if not path.is_file():
-        raise MCRDLError(f"{path} is missing; install deepspeed_mcrdl from a wheel or run in its source tree")
-    return path
+    return _folder(folder) / name
 
 
 def _config(workload: str, backend: str) -> Path:
@@ -300,24 +316,28 @@ def _run_one(args: argparse.Namespace, backend: str, report: Path) -> None:
         output, _ = process.communicate(timeout=args.timeout)
         failure = f"ended with status {process.returncode}" if process.returncode else ""
     except subprocess.TimeoutExpired:
-        _end(process)
-        output, _ = process.communicate()
+        output = _end(process)
         failure = f"was not done within {args.timeout:g} s"
     except BaseException:
         _end(process)
         raise
     if failure or not report.is_file():
         tail = "\n".join(output.splitlines()[-_OUTPUT_LINES:])
-        raise MCRDLError(f"the run with {backend} {failure or 'wrote no report'}; it printed last:\n{tail}")
+        raise RunFailed(f"the run with {backend} {failure or 'wrote no report'}; it printed last:\n{tail}")
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a launcher and the ranks that it started."""
+def _end(process: subprocess.Popen[str]) -> str:
+    """End a launcher and all that it started; returns what they printed.
+
+    The launcher's own end says nothing of its ranks: what they print to is closed when the last of them is gone.
+    """
     os.killpg(process.pid, signal.SIGTERM)
     try:
-        process.wait(5)
+        output, _ = process.communicate(timeout=_GRACE_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    return output
 
 
 def _environment(ranks: int) -> dict[str, str]:

@@ -1,10 +1,17 @@
+import argparse
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 
 from deepspeed_mcrdl.bench import train
 from deepspeed_mcrdl.bench.results import write_json
+from deepspeed_mcrdl.errors import ConfigError, MCRDLError
 from tests import launcher
 
 
@@ -104,5 +111,77 @@ def test_a_run_that_fails_shows_its_last_lines(tmp_path):
     run = launcher.run(
         [str(launcher.BIN / "mcrdl"), "bench", "train", "--backends", "gloo", "--ranks", "3", "--rounds", "1"]
     )
-    assert run.status != 0
+    assert run.status == 1
     assert "the run with gloo ended with status 1; it printed last:" in run.output
+
+
+STUBBORN = """#!{python}
+import subprocess, sys, time
+rank = "import signal, time; signal.signal(15, signal.SIG_IGN); print('started', flush=True); time.sleep(60)"
+subprocess.Popen([sys.executable, "-c", rank])
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def stubborn_launcher(tmp_path):
+    """A `python` beside a `deepspeed` whose rank does not end when it is asked to."""
+    (tmp_path / "python").symlink_to(sys.executable)
+    (tmp_path / "deepspeed").write_text(STUBBORN.format(python=sys.executable))
+    (tmp_path / "deepspeed").chmod(0o755)
+    return tmp_path / "python"
+
+
+def test_a_run_past_its_limit_is_ended_with_ranks_that_ignore_signals(tmp_path, monkeypatch, stubborn_launcher):
+    monkeypatch.setattr(sys, "executable", str(stubborn_launcher))
+    monkeypatch.setattr(train, "_GRACE_S", 0.5)
+    args = argparse.Namespace(ranks=2, workload="moe", preset="comm", steps=4, timeout=2.0)
+    start = time.monotonic()
+    with pytest.raises(train.RunFailed, match=r"the run with gloo was not done within 2 s; it printed last:\nstarted"):
+        train._run_one(args, "gloo", tmp_path / "report.json")
+    assert time.monotonic() - start < 20
+
+
+def test_ctrl_c_ends_the_ranks_and_shows_no_traceback():
+    command = [sys.executable, "-m", "deepspeed_mcrdl", "bench", "train", "--backends", "gloo", "--steps", "100000"]
+    bench = psutil.Popen(command, stderr=subprocess.PIPE, text=True, env=launcher.environment())
+    end = time.monotonic() + 60
+    while not (started := [child for child in bench.children(recursive=True) if "--local_rank=1" in child.cmdline()]):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    launched = bench.children(recursive=True)
+    bench.send_signal(signal.SIGINT)
+    _, errors = bench.communicate(timeout=30)
+    assert bench.returncode == 130
+    assert errors == "mcrdl: interrupted\n"
+    assert started[0] in launched
+    assert not [child for child in launched if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_examples_are_found_where_pip_put_them(tmp_path, monkeypatch):
+    share = tmp_path / "share" / "deepspeed_mcrdl" / "moe_examples"
+    share.mkdir(parents=True)
+    packages = tmp_path / "lib" / "site-packages"
+    info = packages / "deepspeed_mcrdl-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Name: deepspeed-mcrdl\nVersion: 1\n")
+    (info / "RECORD").write_text("../../share/deepspeed_mcrdl/moe_examples/train_moe.py,,\n")
+    (packages / "configs").mkdir()  # another distribution's
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.setattr(train, "__file__", str(packages / "deepspeed_mcrdl" / "bench" / "train.py"))
+    (share / "train_moe.py").touch()
+    assert train.script_path("moe") == share / "train_moe.py"
+    with pytest.raises(MCRDLError, match="the folder configs is missing"):
+        train._folder("configs")
+
+
+def test_stock_is_left_out_and_said_so_where_nothing_can_compile_it(monkeypatch, capsys):
+    monkeypatch.setattr(train, "_needs_compiler", lambda: True)
+    assert train._usable(["stock", "gloo"], "moe") == ["gloo"]
+    assert "stock DeepSpeed is left out" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_a_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="--plot needs matplotlib: pip install"):
+        train._require_matplotlib()
