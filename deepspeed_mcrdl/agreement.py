@@ -12,7 +12,7 @@ from deepspeed_mcrdl.backends.base import Backend, Job, installed
 from deepspeed_mcrdl.config import AUTO, MCRDLConfig
 from deepspeed_mcrdl.errors import ConfigError, MCRDLError, suggest
 from deepspeed_mcrdl.messages import logger
-from deepspeed_mcrdl.safety import exchange
+from deepspeed_mcrdl.stores import exchange
 
 
 def agree(config: MCRDLConfig, job: Job) -> tuple[dict[str, Backend], dict[str, str]]:

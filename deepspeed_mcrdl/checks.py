@@ -77,9 +77,19 @@ def check_gather(group: Group, outputs: Tensors | None, input: torch.Tensor, dst
         _check_list("gather", group, outputs, input, "outputs", even=True)
 
 
+def check_gatherv(group: Group, outputs: Tensors | None, input: torch.Tensor, dst: int) -> None:
+    if group.index(dst) == group.rank:
+        _check_list("gatherv", group, outputs, input, "outputs", even=False)
+
+
 def check_scatter(group: Group, output: torch.Tensor, inputs: Tensors | None, src: int) -> None:
     if group.index(src) == group.rank:
         _check_list("scatter", group, inputs, output, "inputs", even=True)
+
+
+def check_scatterv(group: Group, output: torch.Tensor, inputs: Tensors | None, src: int) -> None:
+    if group.index(src) == group.rank:
+        _check_list("scatterv", group, inputs, output, "inputs", even=False)
 
 
 def check_reduce_scatter(group: Group, output: torch.Tensor, inputs: Tensors, op: str) -> None:

@@ -17,7 +17,7 @@ from deepspeed_mcrdl.runtime import Runtime
 from deepspeed_mcrdl.work import AllOf, Work
 
 
-def _all(works: Sequence[Work | None], async_op: bool) -> Work | None:
+def _all(works: Sequence[Work | None], async_op: bool) -> AllOf | None:
     work = AllOf([work for work in works if work is not None])
     if async_op:
         return work
@@ -27,7 +27,7 @@ def _all(works: Sequence[Work | None], async_op: bool) -> Work | None:
 
 def all_reduce_coalesced(
     runtime: Runtime, torch_group: Any, tensors: Sequence[torch.Tensor], op: str, async_op: bool
-) -> Work | None:
+) -> AllOf | None:
     """All-reduce each of `tensors` (any shapes and dtypes) in place."""
     return _all([runtime.issue(ops.ALL_REDUCE, torch_group, (t, op), async_op=True) for t in tensors], async_op)
 
@@ -38,7 +38,7 @@ def all_gather_coalesced(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     async_op: bool,
-) -> Work | None:
+) -> AllOf | None:
     """Gather each of `inputs` into the entry of `outputs` at its place."""
     if len(outputs) != len(inputs):
         raise CallError(f"all_gather_coalesced: {len(outputs)} outputs for {len(inputs)} inputs")

@@ -122,6 +122,8 @@ class MCRDLConfig(BaseModel):
         default="auto", description='backends to start; "auto": all that are usable on every rank'
     )
     routing: Routing = Routing()
+    timeout_s: float = Field(default=1800.0, gt=0, description="seconds after which an unfinished call is an error")
+    checked: bool = Field(default=False, description="whether the ranks compare each call before data moves")
     banner: bool = Field(default=True, description="whether rank 0 prints backends and routes at the start")
 
     @model_validator(mode="before")

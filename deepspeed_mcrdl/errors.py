@@ -25,6 +25,27 @@ class UnsupportedError(MCRDLError):
     """No backend in use can do this operation on this dtype, device and reduce operation."""
 
 
+class CallFailedError(MCRDLError):
+    """A backend could not finish a call, in most cases because another rank has ended."""
+
+
+class CallTimeoutError(MCRDLError, TimeoutError):
+    """A call was not done in time; the text names the call and the ranks that did not come to it."""
+
+
+class MismatchError(MCRDLError):
+    """The ranks of a group made calls that don't fit together ("checked" mode)."""
+
+
+def failed(call: object, error: Exception) -> MCRDLError:
+    """Return the error to raise for what a backend has raised in `call`."""
+    if isinstance(error, MCRDLError):
+        return error
+    wrapped = CallFailedError(f"{call} failed: {str(error).strip()}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``' Did you mean "x"?'`` for the known word nearest to `word`, else the list of known words."""
     known = sorted(known)

@@ -28,6 +28,8 @@ KINDS = (
 )
 OTHER_KIND = "other"
 
+_ENDED = "communication has ended; start it again with deepspeed.init_distributed()"
+
 # What Megatron-style `mpu` objects and DeepSpeed's own grids call their groups.
 _MPU_GETTERS = {
     "tensor_parallel": ("get_tensor_model_parallel_group", "get_model_parallel_group"),
@@ -66,9 +68,10 @@ class Group:
         number: a small number unique to the group in this job, the same on all members.
         mesh: how the ranks lie on the hosts.
         torch_group: the torch process group.
+        calls: how many collectives of the group this rank has called.
     """
 
-    __slots__ = ("_indices", "_kind", "mesh", "name", "number", "rank", "ranks", "size", "torch_group")
+    __slots__ = ("_indices", "_kind", "calls", "mesh", "name", "number", "rank", "ranks", "size", "torch_group")
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str, number: int, mesh: Mesh, torch_group: Any) -> None:
         self.ranks = tuple(ranks)
@@ -78,6 +81,7 @@ class Group:
         self.number = number
         self.mesh = mesh
         self.torch_group = torch_group
+        self.calls = 0
         self._indices = {r: i for i, r in enumerate(self.ranks)}
         self._kind: str | None = None
 
@@ -113,8 +117,25 @@ class Groups:
         self._rank = rank
         self._hosts = tuple(hosts)
         self._by_torch_group: dict[Any, Group] = {}
-        self.world = self.of(dist.group.WORLD)
-        self._by_torch_group[None] = self.world
+
+    @property
+    def world(self) -> Group:
+        """The group of all ranks."""
+        return self._by_torch_group[None]
+
+    def add(self, torch_group: Any, ranks: Sequence[int], name: str) -> Group:
+        """Make the Group of a torch process group; the first one is the world."""
+        group = Group(
+            ranks=ranks,
+            rank=list(ranks).index(self._rank),
+            name=name,
+            number=_number(self.store, name),
+            mesh=mesh_of(ranks, self._hosts),
+            torch_group=torch_group,
+        )
+        self._by_torch_group.setdefault(None, group)
+        self._by_torch_group[torch_group] = group
+        return group
 
     def __len__(self) -> int:
         return len(set(self._by_torch_group.values()))
@@ -126,26 +147,18 @@ class Groups:
         """Return the Group for a torch process group (None: the world) that this rank is a member of."""
         group = self._by_torch_group.get(torch_group)
         if group is None:
-            store = self.store
             if torch_group is dist.GroupMember.NON_GROUP_MEMBER:
                 raise CallError("a call on a group that this rank is not a member of")
-            ranks = dist.get_process_group_ranks(torch_group)
-            group = Group(
-                ranks=ranks,
-                rank=ranks.index(self._rank),
-                name=torch_group.group_name,
-                number=_number(store, torch_group.group_name),
-                mesh=mesh_of(ranks, self._hosts),
-                torch_group=torch_group,
-            )
-            self._by_torch_group[torch_group] = group
+            if self._store is None:
+                raise CallError(_ENDED)
+            group = self.add(torch_group, dist.get_process_group_ranks(torch_group), torch_group.group_name)
         return group
 
     @property
     def store(self) -> Store:
         """The job's store, as long as communication goes on."""
         if self._store is None:
-            raise CallError("communication has ended; start it again with deepspeed.init_distributed()")
+            raise CallError(_ENDED)
         return self._store
 
     def close(self) -> None:

@@ -13,7 +13,9 @@ broadcast              tensor, src
 all_gather_into_tensor output, input
 all_gather             outputs, input          (outputs may differ in size)
 gather                 outputs or None, input, dst
+gatherv                outputs or None, input, dst    (blocks may differ in size, which only the root knows)
 scatter                output, inputs or None, src
+scatterv               output, inputs or None, src    (blocks may differ in size, which only the root knows)
 reduce_scatter_tensor  output, input, op
 reduce_scatter         output, inputs, op      (inputs may differ in size)
 all_to_all_single      output, input, output_splits, input_splits
@@ -26,7 +28,7 @@ barrier                (none)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +41,11 @@ from deepspeed_mcrdl.checks import (
     check_all_to_all,
     check_all_to_all_single,
     check_gather,
+    check_gatherv,
     check_nothing,
     check_reduce_scatter,
     check_scatter,
+    check_scatterv,
     tensor_check,
 )
 from deepspeed_mcrdl.groups import Group
@@ -65,6 +69,11 @@ class Operation:
         checked_once: arguments -> whether the signature covers all that `check` looks at, so that a call with a
             signature seen before needs no check.
         agreed: arguments -> whether every rank of the group knows the same `size`.
+        collective: whether every rank of the group takes part, rather than two.
+        root: arguments -> the root's global rank, None if there is none.
+        same: (group, arguments) -> what must be the same on every rank of the group, besides the operation.
+        blocks: (group, arguments) -> elements that this rank sends to each member, and that it receives from each; None
+            where `same` says it all, or this rank does not know.
     """
 
     name: str
@@ -77,6 +86,10 @@ class Operation:
     check: Callable[..., None]
     checked_once: Callable[..., bool] = lambda *args: True
     agreed: Callable[..., bool] = lambda *args: True
+    collective: bool = True
+    root: Callable[..., int | None] = lambda *args: None
+    same: Callable[..., tuple[Any, ...]] = lambda group, *args: ()
+    blocks: Callable[..., tuple[list[int] | None, list[int] | None]] = lambda group, *args: (None, None)
 
     def routed_bytes(self, group: Group, args: tuple[Any, ...]) -> int | None:
         """Return the bytes to route by: a number that all ranks of the group know to be equal, else None."""
@@ -154,6 +167,26 @@ def _list_signature(tensors: Tensors, op: str | None = None) -> tuple[Any, ...]:
     )
 
 
+def _sizes(tensors: Tensors) -> list[int]:
+    return [tensor.numel() for tensor in tensors]
+
+
+def counts(tensor: torch.Tensor, rows: Sequence[int] | None, size: int, total: int | None = None) -> list[int]:
+    """Return the elements for each rank of an all-to-all with split sizes.
+
+    Args:
+        tensor: the tensor that is split.
+        rows: split sizes in rows; None: even.
+        size: number of ranks.
+        total: elements to count instead of the tensor's own, if it is sent as another dtype.
+    """
+    total = tensor.numel() if total is None else total
+    if rows is None:
+        return [total // size] * size
+    width = total // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+    return [count * width for count in rows]
+
+
 # --- the catalogue ---
 
 ALL_REDUCE = Operation(
@@ -165,6 +198,7 @@ ALL_REDUCE = Operation(
     tensors=lambda tensor, op: ((tensor,), (tensor,)),
     size=lambda group, tensor, op: nbytes((tensor,)),
     check=tensor_check("all_reduce"),
+    same=lambda group, tensor, op: (tensor.dtype, tuple(tensor.shape), op),
 )
 REDUCE = Operation(
     name="reduce",
@@ -175,6 +209,8 @@ REDUCE = Operation(
     tensors=lambda tensor, dst, op: ((tensor,), (tensor,)),
     size=lambda group, tensor, dst, op: nbytes((tensor,)),
     check=tensor_check("reduce"),
+    root=lambda tensor, dst, op: dst,
+    same=lambda group, tensor, dst, op: (tensor.dtype, tuple(tensor.shape), dst, op),
 )
 BROADCAST = Operation(
     name="broadcast",
@@ -185,6 +221,8 @@ BROADCAST = Operation(
     tensors=lambda tensor, src: ((tensor,), (tensor,)),
     size=lambda group, tensor, src: nbytes((tensor,)),
     check=tensor_check("broadcast"),
+    root=lambda tensor, src: src,
+    same=lambda group, tensor, src: (tensor.dtype, tuple(tensor.shape), src),
 )
 ALL_GATHER_INTO_TENSOR = Operation(
     name="all_gather_into_tensor",
@@ -195,6 +233,7 @@ ALL_GATHER_INTO_TENSOR = Operation(
     tensors=lambda output, input: ((input,), (output,)),
     size=lambda group, output, input: nbytes((output,)),
     check=block_check("all_gather_into_tensor", large_output=True),
+    same=lambda group, output, input: (input.dtype, input.numel()),
 )
 ALL_GATHER = Operation(
     name="all_gather",
@@ -206,6 +245,7 @@ ALL_GATHER = Operation(
     size=lambda group, outputs, input: nbytes(outputs),
     check=check_all_gather,
     checked_once=lambda *args: False,
+    same=lambda group, outputs, input: (input.dtype, _sizes(outputs)),
 )
 GATHER = Operation(
     name="gather",
@@ -217,6 +257,26 @@ GATHER = Operation(
     size=lambda group, outputs, input, dst: nbytes((input,)) * group.size,
     check=check_gather,
     checked_once=lambda *args: False,
+    root=lambda outputs, input, dst: dst,
+    same=lambda group, outputs, input, dst: (input.dtype, input.numel(), dst),
+)
+GATHERV = Operation(
+    name="gatherv",
+    family="gather",
+    reduces=False,
+    busbw_factor=_all_but_own,
+    signature=lambda outputs, input, dst: _list_signature((input, *(outputs or ())), "root" if outputs else None),
+    tensors=lambda outputs, input, dst: ((input,), outputs or ()),
+    size=lambda group, outputs, input, dst: nbytes(outputs or (input,)),
+    check=check_gatherv,
+    checked_once=lambda *args: False,
+    agreed=lambda *args: False,
+    root=lambda outputs, input, dst: dst,
+    same=lambda group, outputs, input, dst: (input.dtype, dst),
+    blocks=lambda group, outputs, input, dst: (
+        [input.numel() if rank == dst else 0 for rank in group.ranks],
+        _sizes(outputs) if group.ranks[group.rank] == dst else [0] * group.size,
+    ),
 )
 SCATTER = Operation(
     name="scatter",
@@ -228,6 +288,26 @@ SCATTER = Operation(
     size=lambda group, output, inputs, src: nbytes((output,)) * group.size,
     check=check_scatter,
     checked_once=lambda *args: False,
+    root=lambda output, inputs, src: src,
+    same=lambda group, output, inputs, src: (output.dtype, output.numel(), src),
+)
+SCATTERV = Operation(
+    name="scatterv",
+    family="scatter",
+    reduces=False,
+    busbw_factor=_all_but_own,
+    signature=lambda output, inputs, src: _list_signature((output, *(inputs or ())), "root" if inputs else None),
+    tensors=lambda output, inputs, src: (inputs or (), (output,)),
+    size=lambda group, output, inputs, src: nbytes(inputs or (output,)),
+    check=check_scatterv,
+    checked_once=lambda *args: False,
+    agreed=lambda *args: False,
+    root=lambda output, inputs, src: src,
+    same=lambda group, output, inputs, src: (output.dtype, src),
+    blocks=lambda group, output, inputs, src: (
+        _sizes(inputs) if group.ranks[group.rank] == src else [0] * group.size,
+        [output.numel() if rank == src else 0 for rank in group.ranks],
+    ),
 )
 REDUCE_SCATTER_TENSOR = Operation(
     name="reduce_scatter_tensor",
@@ -238,6 +318,7 @@ REDUCE_SCATTER_TENSOR = Operation(
     tensors=lambda output, input, op: ((input,), (output,)),
     size=lambda group, output, input, op: nbytes((input,)),
     check=block_check("reduce_scatter_tensor", large_output=False),
+    same=lambda group, output, input, op: (input.dtype, input.numel(), op),
 )
 REDUCE_SCATTER = Operation(
     name="reduce_scatter",
@@ -249,6 +330,7 @@ REDUCE_SCATTER = Operation(
     size=lambda group, output, inputs, op: nbytes(inputs),
     check=check_reduce_scatter,
     checked_once=lambda *args: False,
+    same=lambda group, output, inputs, op: (output.dtype, _sizes(inputs), op),
 )
 ALL_TO_ALL_SINGLE = Operation(
     name="all_to_all_single",
@@ -262,6 +344,11 @@ ALL_TO_ALL_SINGLE = Operation(
     checked_once=_even,
     # With split sizes each rank knows only its own row of the matrix of sizes.
     agreed=_even,
+    same=lambda group, output, input, output_splits, input_splits: (input.dtype,),
+    blocks=lambda group, output, input, output_splits, input_splits: (
+        counts(input, input_splits, group.size),
+        counts(output, output_splits, group.size),
+    ),
 )
 ALL_TO_ALL = Operation(
     name="all_to_all",
@@ -274,6 +361,8 @@ ALL_TO_ALL = Operation(
     check=check_all_to_all,
     checked_once=lambda *args: False,
     agreed=lambda outputs, inputs: False,
+    same=lambda group, outputs, inputs: (outputs[0].dtype,),
+    blocks=lambda group, outputs, inputs: (_sizes(inputs), _sizes(outputs)),
 )
 SEND = Operation(
     name="send",
@@ -284,6 +373,7 @@ SEND = Operation(
     tensors=lambda tensor, dst, tag: ((tensor,), ()),
     size=lambda group, tensor, dst, tag: nbytes((tensor,)),
     check=tensor_check("send"),
+    collective=False,
 )
 RECV = Operation(
     name="recv",
@@ -294,6 +384,7 @@ RECV = Operation(
     tensors=lambda tensor, src, tag: ((), (tensor,)),
     size=lambda group, tensor, src, tag: nbytes((tensor,)),
     check=tensor_check("recv"),
+    collective=False,
 )
 BARRIER = Operation(
     name="barrier",
@@ -315,7 +406,9 @@ OPERATIONS: dict[str, Operation] = {
         ALL_GATHER_INTO_TENSOR,
         ALL_GATHER,
         GATHER,
+        GATHERV,
         SCATTER,
+        SCATTERV,
         REDUCE_SCATTER_TENSOR,
         REDUCE_SCATTER,
         ALL_TO_ALL_SINGLE,

@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from deepspeed_mcrdl.agreement import agree
-from deepspeed_mcrdl.backends.base import Job
-from deepspeed_mcrdl.config import MCRDLConfig
+from deepspeed_mcrdl.arrivals import Arrivals
+from deepspeed_mcrdl.backends.base import Backend, Job
+from deepspeed_mcrdl.checked import Checked
+from deepspeed_mcrdl.config import AUTO, MCRDLConfig
 from deepspeed_mcrdl.groups import Group, Groups
 from deepspeed_mcrdl.messages import logger, set_up
 from deepspeed_mcrdl.observe.log import CommunicationLog
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.routing.router import Key, Router
-from deepspeed_mcrdl.safety import MonitoredBarrier, Progress, exchange
+from deepspeed_mcrdl.safety import Call, MonitoredBarrier, Progress
+from deepspeed_mcrdl.stores import exchange
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
-from deepspeed_mcrdl.work import Work
+from deepspeed_mcrdl.work import Pending, Work
 
-Method = Callable[..., Work | None]
+Method = Callable[..., Pending]
 
 _started = itertools.count()
 
@@ -37,103 +41,142 @@ class Route(NamedTuple):
     """What a key leads to.
 
     Attributes:
-        method: called as method(group, *arguments, async_op).
+        method: called as method(group, *arguments); returns a Pending.
         group: the group of the call.
         check: run before every call, where the key alone does not vouch for the arguments.
+        backend: name of the backend.
+        collective: whether the call counts as a collective of its group.
     """
 
     method: Method
     group: Group
     check: Callable[..., None] | None
+    backend: str
+    collective: bool
 
 
 class Runtime:
-    """Carries the calls of one job, from start to close; torch.distributed must be initialised.
+    """Carries the calls of one job, from start to close.
 
     Args:
         config: this rank's "mcrdl" block.
+        store: the job's store.
+        rank: this process's rank in the job.
+        world_size: number of processes of the job.
+        world: the torch process group of all ranks.
 
     Raises:
         ConfigError: on every rank, if the ranks' configs differ or a backend that the config names can't be used.
     """
 
-    def __init__(self, config: MCRDLConfig) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        set_up(self.rank)
+    def __init__(self, config: MCRDLConfig, store: Store, rank: int, world_size: int, world: Any) -> None:
+        self.rank, self.world_size = rank, world_size
+        set_up(rank)
         # A store can outlive a runtime; the ranks start their runtimes alike, so counting keeps the keys apart.
-        store = PrefixStore(f"mcrdl/{next(_started)}", dist.distributed_c10d._get_default_store())
-        hosts = exchange(store, "hosts", self.rank, self.world_size, socket.gethostname())
-        self.progress = Progress()
-        job = Job(store, self.rank, self.world_size, hosts, self.progress)
-        self.groups = Groups(store, self.rank, hosts)
-        self.backends, self.left_out = agree(config, job)
+        store = PrefixStore(f"mcrdl/{next(_started)}", store)
+        hosts = exchange(store, "hosts", rank, world_size, socket.gethostname())
+        self._arrivals = Arrivals(store, rank)
+        crowded = hosts.count(hosts[rank]) > len(os.sched_getaffinity(0))
+        self.progress = Progress(config.timeout_s, self._arrivals, crowded)
+        self.groups = Groups(store, rank, hosts)
+        self.groups.add(world, range(world_size), "world")
+        self.backends, self.left_out = agree(config, Job(store, rank, world_size, hosts, self.progress))
+        self._joined: set[tuple[str, Group]] = set()
         self._close_at_exit = self.close
         atexit.register(self._close_at_exit)
-        self._join(self.groups.world)
+        self.adopt(world)
         self.router = Router(config.routing, {name: type(backend) for name, backend in self.backends.items()})
         self.monitored_barrier = MonitoredBarrier(self.groups, self.progress)
         self.log: CommunicationLog | None = None
+        self._checked = Checked(store, rank, self.progress) if config.checked else None
         self._routes: dict[tuple[Any, ...], Route] = {}
-        if config.banner and self.rank == 0:
+        if config.banner and rank == 0:
             logger.info("%s", self.describe())
 
     def issue(
-        self, operation: Operation, torch_group: Any, args: tuple[Any, ...], async_op: bool = False
+        self,
+        operation: Operation,
+        torch_group: Any,
+        args: tuple[Any, ...],
+        async_op: bool = False,
+        backend: str = AUTO,
     ) -> Work | None:
-        """Carry out a call.
+        """Carry out one call.
 
         Args:
             operation: an entry of the catalogue.
-            torch_group: the torch process group; None for the world.
-            args: the operation's arguments, as operations.py lists them.
+            torch_group: a torch process group; None is the world.
+            args: the operation's arguments, as listed in operations.py.
             async_op: whether to return a Work at once.
+            backend: a backend's name, or "auto" for the one that the config, or else the router, chooses.
 
         Returns:
-            None when the call is done, else its Work.
+            A Work if `async_op`, else None when the call is done.
 
         Raises:
-            CallError: the arguments don't fit the operation and the group.
-            UnsupportedError: no backend in use can do the call.
+            CallError: if the arguments don't fit together.
+            UnsupportedError: if no backend in use can do the call.
+            CallTimeoutError: if a blocking call was not done within the config's "timeout_s".
+            CallFailedError: if the backend raises an error.
         """
-        key = (operation, torch_group, *operation.signature(*args))
+        key = (operation, torch_group, backend, *operation.signature(*args))
         route = self._routes.get(key)
         if route is None:
-            route = self._routes[key] = self._route(operation, self.groups.of(torch_group), args)
-        method, group, check = route
+            route = self._routes[key] = self._route(operation, self.groups.of(torch_group), args, backend)
+        method, group, check, backend, collective = route
         if check is not None:
             check(group, *args)
-        return method(group, *args, async_op)
+        if collective:
+            group.calls = number = group.calls + 1
+        else:
+            number = args[1]
+        call = Call(operation, group, backend, number)
+        if self.log is not None:
+            return self.log.timed(call, args, lambda: self._start(method, call, args, async_op))
+        return self._start(method, call, args, async_op)
 
-    def _route(self, operation: Operation, group: Group, args: tuple[Any, ...]) -> Route:
+    def _start(self, method: Method, call: Call, args: tuple[Any, ...], async_op: bool) -> Work | None:
+        pending = method(call.group, *args)
+        if async_op:
+            return Work(pending, call, self.progress)
+        self.progress.finish(pending.poll, pending, call)
+        return None
+
+    def _route(self, operation: Operation, group: Group, args: tuple[Any, ...], wish: str) -> Route:
         operation.check(group, *args)
-        backend = self.backends[self.router.decide(key_of(operation, group, args)).backend]
+        backend = self.backends[self.router.decide(key_of(operation, group, args), wish).backend]
+        if operation.collective:
+            self._join(backend, group)
         method = backend.method(operation)
         inputs, outputs = operation.tensors(*args)
         if not all(t.is_contiguous() for t in (*inputs, *outputs)):
             method = through_contiguous(operation, method)
-        if self.log is not None:
-            method = self.log.timed(operation, backend.name, method)
-        return Route(method, group, None if operation.checked_once(*args) else operation.check)
+        if self._checked is not None:
+            method = self._checked.around(operation, backend.name, method)
+        check = None if operation.checked_once(*args) else operation.check
+        return Route(method, group, check, backend.name, operation.collective)
 
     def observe(self, log: CommunicationLog | None) -> None:
         """Record every call from now on in `log`; None stops recording."""
         self.log = log
-        self._routes.clear()
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         """Make a torch process group and its communicators in every backend; every rank of the world calls this."""
         torch_group = dist.new_group(list(ranks))
         if torch_group is not dist.GroupMember.NON_GROUP_MEMBER:
-            self._join(self.groups.of(torch_group))
+            self.adopt(torch_group)
         return torch_group
 
     def adopt(self, torch_group: Any) -> None:
         """Make the communicators of a torch process group made elsewhere; every member calls this."""
-        self._join(self.groups.of(torch_group))
-
-    def _join(self, group: Group) -> None:
         for backend in self.backends.values():
-            backend.join(group)
+            self._join(backend, self.groups.of(torch_group))
+
+    def _join(self, backend: Backend, group: Group) -> None:
+        if (backend.name, group) not in self._joined:
+            what = f"the communicator of {group} in the backend {backend.name}"
+            self.progress.run(lambda: backend.join(group), what)
+            self._joined.add((backend.name, group))
 
     def forget(self, torch_group: Any) -> None:
         """Free what the backends keep for a group that is being destroyed."""
@@ -141,6 +184,7 @@ class Runtime:
         if group is not None:
             for backend in self.backends.values():
                 backend.leave(group)
+                self._joined.discard((backend.name, group))
             self._routes = {key: route for key, route in self._routes.items() if route.group is not group}
 
     def close(self) -> None:
@@ -151,6 +195,7 @@ class Runtime:
         for backend in reversed(backends.values()):
             backend.close()
         self.groups.close()
+        self._arrivals.close()
 
     def describe(self) -> str:
         """Return the block that rank 0 prints at the start."""

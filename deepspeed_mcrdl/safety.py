@@ -1,50 +1,80 @@
-"""The order that keeps mixed backends from deadlock: nobody waits inside one backend while another needs the host.
+"""The one place where a rank waits: it drives what needs the host, and it ends in bounded time.
 
 MPI moves large messages only inside MPI calls. A rank that blocks in gloo while its own MPI operation is unfinished
-can starve the peer that waits in MPI, and the peer may be the one that gloo waits for. The rule: while an operation
-that progresses only inside calls is unfinished, every wait on another backend is a loop that drives it too. No call
+can starve the peer that waits in MPI, and the peer may be the one that gloo waits for. The rule: every operation is
+started without blocking, and every wait is one loop that drives all operations that progress only inside calls. No call
 is finished earlier or later than the program says, so whatever is free of deadlock on one backend stays so on several.
 docs/DEADLOCK.md has the argument.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import NamedTuple
 
-from torch._C._distributed_c10d import Store
-
-from deepspeed_mcrdl.errors import MCRDLError
+from deepspeed_mcrdl.arrivals import Arrivals
+from deepspeed_mcrdl.errors import CallTimeoutError, failed
 from deepspeed_mcrdl.groups import Group, Groups
+from deepspeed_mcrdl.operations import Operation
+from deepspeed_mcrdl.work import Pending, Work
 
-_SPINS_BEFORE_SLEEP = 200
-_POLL_SLEEP_S = 50e-6
+_HOT_POLLS = 1000
+_HOT_POLLS_CROWDED = 20
+_NAP_S = 50e-6
+_BLOCK_S = 0.2
+_ANNOUNCE_AFTER_S = 0.25
 _DRIVE_EVERY = 64
 
 
-class HostDriven(Protocol):
-    """An operation that progresses only while somebody calls into its backend."""
+class Call(NamedTuple):
+    """A call as messages tell of it.
 
-    def poll(self) -> None:
-        """Give it a chance to progress; must not block."""
+    Attributes:
+        operation: the operation.
+        group: its group.
+        backend: name of the backend that carries it.
+        number: how manieth collective of the group it is on this rank; for a message the peer's global rank, None for
+            any.
+    """
+
+    operation: Operation
+    group: Group
+    backend: str
+    number: int | None
+
+    def __str__(self) -> str:
+        if self.operation.collective:
+            return f"{self.operation.name} #{self.number} on {self.group} by {self.backend}"
+        direction = "to" if self.operation.name == "send" else "from"
+        peer = "any rank" if self.number is None else f"rank {self.number}"
+        return f"{self.operation.name} {direction} {peer} on {self.group} by {self.backend}"
 
 
 class Progress:
-    """The unfinished host-driven operations of this process."""
+    """The wait loop, and the unfinished operations of this process that it has to drive.
 
-    def __init__(self) -> None:
-        self._unfinished: dict[HostDriven, None] = {}
+    Args:
+        timeout_s: how long a call may take.
+        arrivals: where ranks tell each other what they wait in; without it a late call names no missing ranks.
+        crowded: whether this host has more ranks than cores, so that a waiting rank must not keep its core.
+    """
 
-    def add(self, work: HostDriven) -> None:
-        """Count `work` as unfinished; its buffers stay alive until it is discarded."""
+    def __init__(self, timeout_s: float, arrivals: Arrivals | None = None, crowded: bool = False) -> None:
+        self.timeout_s = timeout_s
+        self._arrivals = arrivals
+        self._hot_polls = _HOT_POLLS_CROWDED if crowded else _HOT_POLLS
+        self._unfinished: dict[Work, None] = {}
+
+    def watch(self, work: Work) -> None:
+        """Drive `work` in every wait until it is forgotten; its buffers stay alive until then."""
         self._unfinished[work] = None
         if len(self._unfinished) % _DRIVE_EVERY == 0:  # works that nobody waits for must not pile up
             self.drive()
 
-    def discard(self, work: HostDriven) -> None:
+    def forget(self, work: Work) -> None:
         """`work` is done."""
         self._unfinished.pop(work, None)
 
@@ -54,24 +84,92 @@ class Progress:
     def drive(self) -> None:
         """Give every unfinished operation a chance to progress."""
         for work in tuple(self._unfinished):
-            work.poll()
+            work.is_completed()
 
-    def wait_until(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Drive until `done()`; return False if that takes longer than `timeout_s`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        spins = 0
+    def finish(self, poll: Callable[[], bool], pending: Pending, call: Call, limit_s: float | None = None) -> None:
+        """Return when `poll()` is true.
+
+        Args:
+            poll: polls `pending`.
+            pending: what is waited for.
+            call: what it is, for messages.
+            limit_s: how long to wait, in seconds; None or 0: the job's limit.
+
+        Raises:
+            CallTimeoutError: after `limit_s`, naming the call and the ranks that did not come to it.
+            CallFailedError: if the backend raises an error.
+        """
+        try:
+            for _ in range(self._hot_polls if pending.host_driven else 1):
+                if poll():
+                    return
+            self._wait(poll, pending, call, limit_s or self.timeout_s)
+        except Exception as error:
+            raise failed(call, error)  # noqa: B904 - it has its cause
+
+    def _wait(self, poll: Callable[[], bool], pending: Pending, call: Call, limit_s: float) -> None:
+        start = time.monotonic()
+        announced = False
+        try:
+            while not poll():
+                self.drive()
+                waited = time.monotonic() - start
+                if waited < pending.yields_s:
+                    os.sched_yield()
+                elif self._unfinished:
+                    time.sleep(_NAP_S)
+                else:
+                    pending.block(min(_BLOCK_S, limit_s))
+                if waited > _ANNOUNCE_AFTER_S and not announced and self._arrivals is not None:
+                    self._arrivals.announce(call.group, call.number if call.operation.collective else None, str(call))
+                    announced = True
+                if waited > limit_s:
+                    raise CallTimeoutError(self._late(call, waited))
+        finally:
+            if announced and self._arrivals is not None:
+                self._arrivals.withdraw()
+
+    def _late(self, call: Call, waited_s: float) -> str:
+        text = f"{call} was not done within {waited_s:.1f} s"
+        if self._arrivals is None:
+            return text
+        if call.operation.collective:
+            return f"{text}: {self._arrivals.missing(call.group, call.number or 0)}"
+        return f"{text}: {self._arrivals.doing(call.group, call.number)}"
+
+    def run(self, function: Callable[[], None], what: str) -> None:
+        """Run a function that may block until other ranks come, such as one that makes a communicator; drive meanwhile.
+
+        Raises:
+            CallTimeoutError: if it takes longer than the job's limit.
+            CallFailedError: if it raises an error.
+        """
+        errors: list[Exception] = []
+
+        def body() -> None:
+            try:
+                function()
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=body, name="mcrdl-blocking", daemon=True)
+        thread.start()
+        if not self.wait_until(lambda: not thread.is_alive(), self.timeout_s):
+            raise CallTimeoutError(
+                f"{what} was not made within {self.timeout_s:g} s: another rank did not take part or has ended"
+            )
+        if errors:
+            raise failed(what, errors[0])
+
+    def wait_until(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Drive until `done()`, which asks something else than a backend; return False after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
         while not done():
             self.drive()
-            spins += 1
-            time.sleep(0 if spins < _SPINS_BEFORE_SLEEP else _POLL_SLEEP_S)
-            if deadline is not None and time.monotonic() > deadline:
+            time.sleep(_NAP_S)
+            if time.monotonic() > deadline:
                 return False
         return True
-
-
-def seconds(timeout: timedelta | None) -> float | None:
-    """Return `timeout` in seconds; None and torch's "no timeout" (zero) mean no limit."""
-    return timeout.total_seconds() if timeout else None
 
 
 class MonitoredBarrier:
@@ -91,8 +189,8 @@ class MonitoredBarrier:
             wait_all_ranks: whether all missing ranks are named, rather than the first one found missing.
 
         Raises:
-            MCRDLError: on the first rank after `timeout_s`, naming the missing ranks; on the others as soon as the
-                first rank has given up.
+            CallTimeoutError: on the first rank after `timeout_s`, naming the missing ranks; on the others as soon as
+                the first rank has given up.
         """
         number = self._rounds[group] = self._rounds.get(group, 0) + 1
         prefix = f"monitored_barrier/{group.number}/{number}"
@@ -104,7 +202,7 @@ class MonitoredBarrier:
         named = missing if wait_all_ranks else missing[:1]
         self._groups.store.set(f"{prefix}/verdict", ",".join(map(str, named)) or "ok")
         if named:
-            raise MCRDLError(_absent(group, named, timeout_s))
+            raise CallTimeoutError(_absent(group, named, timeout_s))
 
     def _missing(self, prefix: str, group: Group, timeout_s: float) -> list[int]:
         waiting = {index: f"{prefix}/{index}" for index in range(1, group.size)}
@@ -121,23 +219,11 @@ class MonitoredBarrier:
         key = f"{prefix}/verdict"
         # The first rank may itself come late: that is its own timeout away, then it waits up to timeout_s for others.
         if not self._progress.wait_until(lambda: self._groups.store.check([key]), 2 * timeout_s):
-            raise MCRDLError(_absent(group, [group.ranks[0]], 2 * timeout_s))
+            raise CallTimeoutError(_absent(group, [group.ranks[0]], 2 * timeout_s))
         verdict = self._groups.store.get(key).decode()
         if verdict != "ok":
-            raise MCRDLError(_absent(group, [int(rank) for rank in verdict.split(",")], timeout_s))
+            raise CallTimeoutError(_absent(group, [int(rank) for rank in verdict.split(",")], timeout_s))
 
 
 def _absent(group: Group, ranks: list[int], timeout_s: float) -> str:
     return f"monitored_barrier on {group}: rank {', '.join(map(str, ranks))} did not arrive within {timeout_s:g} s"
-
-
-def exchange(store: Store, key: str, rank: int, world_size: int, value: Any) -> list[Any]:
-    """Return every rank's `value` (JSON), in rank order; a collective of the world over the launcher's store."""
-    prefix = f"exchange/{key}"
-    store.set(f"{prefix}/{rank}", json.dumps(value))
-    if rank == 0:
-        everything = [json.loads(store.get(f"{prefix}/{r}")) for r in range(world_size)]
-        store.set(f"{prefix}/all", json.dumps(everything))
-        return everything
-    result: list[Any] = json.loads(store.get(f"{prefix}/all"))
-    return result

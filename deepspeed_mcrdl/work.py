@@ -1,110 +1,236 @@
-"""Handles of calls under way: wait, is_completed, is_success, exception, get_future.
+"""What a call gives back: `Pending` from a backend, `Work` for the caller.
 
-A Work keeps the tensors of its call alive until it is done. On a CPU the results are there when wait() returns; on a
-GPU wait() makes the current stream wait.
+A backend starts every operation without blocking and hands out a Pending. A blocking call polls it to its end; an
+asynchronous one wraps it in a Work. On a CPU the results are there when wait() returns; on a GPU wait() makes the
+current stream wait.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from deepspeed_mcrdl.errors import failed
 
-class Work(ABC):
-    """An operation under way."""
+_NAP_S = 50e-6
+
+
+class Pending(ABC):
+    """An operation under way, as its backend hands it out. It keeps the buffers alive.
+
+    Attributes:
+        host_driven: whether it progresses only while somebody polls it.
+        stream_ordered: whether its results are ordered by the current stream (`order`), without blocking the host.
+        yields_s: how long a waiting thread gives its core away again and again before it goes to sleep.
+    """
+
+    host_driven: bool = False
+    stream_ordered: bool = False
+    yields_s: float = 0.02
 
     @abstractmethod
+    def poll(self) -> bool:
+        """Give it a chance to progress; return whether it is done, or raise its error. Must not block.
+
+        It is not called again once it has returned True or raised.
+        """
+
+    def block(self, limit_s: float) -> None:
+        """Sleep until it may be done, for at most `limit_s` seconds."""
+        time.sleep(_NAP_S)
+
+    def order(self) -> None:
+        """Make the current stream wait for it, if it is stream-ordered."""
+        raise NotImplementedError
+
+    def source_rank(self) -> int:
+        """Return the global rank that a completed receive got its message from."""
+        raise RuntimeError("source_rank() is known only of a receive")
+
+
+class Then(Pending):
+    """A Pending followed by a step of its own, such as copying a result to where the caller wants it."""
+
+    def __init__(self, first: Pending, step: Callable[[], None]) -> None:
+        self._first = first
+        self._step = step
+        self.host_driven = first.host_driven
+        self.stream_ordered = first.stream_ordered
+        self.yields_s = first.yields_s
+
+    def poll(self) -> bool:
+        if not self._first.poll():
+            return False
+        self._step()
+        return True
+
+    def block(self, limit_s: float) -> None:
+        self._first.block(limit_s)
+
+    def order(self) -> None:
+        self._first.order()
+        self._step()
+
+    def source_rank(self) -> int:
+        return self._first.source_rank()
+
+
+class Together(Pending):
+    """Several Pendings of one backend as one: done when all are."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._left = list(parts)
+        self.host_driven = any(part.host_driven for part in parts)
+        self.stream_ordered = any(part.stream_ordered for part in parts)
+
+    def poll(self) -> bool:
+        self._left = [part for part in self._left if not part.poll()]
+        return not self._left
+
+    def block(self, limit_s: float) -> None:
+        self._left[0].block(limit_s)
+
+    def order(self) -> None:
+        for part in self._left:
+            part.order()
+
+
+class Waits(Protocol):
+    """Who waits: safety.Progress."""
+
+    def watch(self, work: Work) -> None: ...
+
+    def forget(self, work: Work) -> None: ...
+
+    def finish(self, poll: Callable[[], bool], pending: Pending, call: Any, limit_s: float | None = None) -> None: ...
+
+
+class Work:
+    """The handle of an asynchronous call. Any thread may wait for it; the results are those of the call.
+
+    Args:
+        pending: the operation under way.
+        call: what the call is, for messages (safety.Call).
+        waits: who waits.
+    """
+
+    def __init__(self, pending: Pending, call: Any, waits: Waits) -> None:
+        self._pending = pending
+        self._call = call
+        self._waits = waits
+        self._done = False
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()  # a backend's operation is polled by one thread at a time
+        if pending.host_driven:
+            waits.watch(self)
+
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the operation is done; raise its error, or TimeoutError after `timeout`."""
+        """Return True when the operation is done; raise its error, or CallTimeoutError after `timeout`.
 
-    @abstractmethod
+        None, and torch's "no timeout" (zero), mean the job's "timeout_s".
+        """
+        if self._pending.stream_ordered:
+            with self._lock:
+                if not self._done:
+                    self._pending.order()
+                    self._done = True
+            return True
+        if not self._done:
+            self._waits.finish(
+                self.is_completed, self._pending, self._call, timeout.total_seconds() if timeout else None
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
     def is_completed(self) -> bool:
         """Return whether the operation is done, successfully or not, without waiting for it."""
+        if not self._done and self._lock.acquire(blocking=False):
+            try:
+                self._advance()
+            finally:
+                self._lock.release()
+        return self._done
 
-    @abstractmethod
+    def _advance(self) -> None:
+        if self._done:
+            return
+        try:
+            if not self._pending.poll():
+                return
+        except Exception as error:
+            self._error = failed(self._call, error)
+        self._done = True
+        self._waits.forget(self)
+
     def exception(self) -> BaseException | None:
         """Return the error that the operation ended with, if it has."""
+        self.is_completed()
+        return self._error
 
     def is_success(self) -> bool:
         """Return whether the operation is done without an error."""
-        return self.is_completed() and self.exception() is None
+        return self.is_completed() and self._error is None
 
     def source_rank(self) -> int:
-        """Return the global rank that a receive from any source got its message from."""
-        raise RuntimeError("source_rank() is known only of a completed receive")
+        """Return the global rank that a completed receive got its message from."""
+        return self._pending.source_rank()
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is completed by a thread waiting for this Work."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
-
-        def complete() -> None:
-            try:
-                self.wait()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        threading.Thread(target=complete, name="mcrdl-future", daemon=True).start()
-        return future
+        return future_of(self)
 
 
-class FinishedBy(Work):
-    """A Work followed by a step of its own, such as copying a result to where the caller wants it.
-
-    Args:
-        work: the operation under way.
-        finish: called once, when the operation is first seen to be done.
-    """
-
-    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
-        self._work = work
-        self._finish: Callable[[], None] | None = finish
-        self._lock = threading.Lock()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._work.wait(timeout)
-        self._finish_once()
-        return True
-
-    def is_completed(self) -> bool:
-        if not self._work.is_completed():
-            return False
-        if self._work.exception() is None:
-            self._finish_once()
-        return True
-
-    def exception(self) -> BaseException | None:
-        return self._work.exception()
-
-    def source_rank(self) -> int:
-        return self._work.source_rank()
-
-    def _finish_once(self) -> None:
-        with self._lock:
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
-
-
-class AllOf(Work):
-    """Several operations as one: done when all are. Waits in the order given."""
+class AllOf:
+    """Several Works as one: done when all are. Waits in the order given."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = tuple(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when all are done; raise the first error."""
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        """Return whether all are done."""
+        done = [work.is_completed() for work in self._works]  # each gets its chance to progress
+        return all(done)
+
+    def is_success(self) -> bool:
+        """Return whether all are done without an error."""
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
+        """Return the first error, if there is one."""
         return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that is completed by a thread waiting for all."""
+        return future_of(self)
+
+
+def future_of(work: Work | AllOf, result: Any = None) -> torch.futures.Future[Any]:
+    """Return a future with `result`, completed by a thread that waits for `work`."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+
+    def complete() -> None:
+        # Whoever waits sees either; a future that nobody holds any more can't take them.
+        with contextlib.suppress(RuntimeError):
+            try:
+                work.wait()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    threading.Thread(target=complete, name="mcrdl-future", daemon=True).start()
+    return future

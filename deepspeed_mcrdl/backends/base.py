@@ -18,13 +18,16 @@ from deepspeed_mcrdl.errors import CallError, MCRDLError
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.operations import OPERATIONS, Operation
 from deepspeed_mcrdl.safety import Progress
-from deepspeed_mcrdl.work import Work
+from deepspeed_mcrdl.work import Pending
 
 ENTRY_POINT_GROUP = "deepspeed_mcrdl.backends"
 MESSAGE_TAGS = 2**16
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+COMPLEX = frozenset({torch.complex64, torch.complex128})
+FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+MOVABLE = FLOATS | INTEGERS | COMPLEX | FP8 | {torch.bool}
 ARITHMETIC_OPS = frozenset({"sum", "min", "max", "product"})
 BIT_OPS = frozenset({"band", "bor", "bxor"})
 
@@ -38,7 +41,7 @@ class Job:
         rank: this process's global rank.
         world_size: number of processes.
         hosts: hostname of every rank.
-        progress: where host-driven operations are registered while they are unfinished.
+        progress: who waits, and drives unfinished operations.
     """
 
     store: Store
@@ -52,9 +55,8 @@ class Backend(ABC):
     """One way to carry operations.
 
     For each operation of the catalogue that it has, a subclass has a method of that name. It is called as
-    ``method(group, *arguments, async_op)`` with the arguments that operations.py lists, checked already, every tensor
-    contiguous and on one device. It returns None when the operation is done, or, if `async_op`, a Work. Every
-    operation must be available both ways.
+    ``method(group, *arguments)`` with the arguments that operations.py lists, checked already, every tensor contiguous
+    and on one device. It starts the operation without blocking and returns a Pending.
 
     Class attributes are the declaration that routing reads; it must not depend on the rank:
         name: what a config calls it.
@@ -86,7 +88,8 @@ class Backend(ABC):
 
     @abstractmethod
     def join(self, group: Group) -> None:
-        """Make the communicator of `group`; every member calls it, before or in the group's first operation."""
+        """Make the communicator of `group`. Every member calls it once, before the group's first collective; the world
+        comes first. It may block until all have come, and runs in a thread of its own."""
 
     @abstractmethod
     def leave(self, group: Group) -> None:
@@ -116,9 +119,9 @@ class Backend(ABC):
             return f"can't move {dtype}"
         return None
 
-    def method(self, operation: Operation) -> Callable[..., Work | None]:
+    def method(self, operation: Operation) -> Callable[..., Pending]:
         """Return the bound method that carries `operation`."""
-        method: Callable[..., Work | None] = getattr(self, operation.name)
+        method: Callable[..., Pending] = getattr(self, operation.name)
         return method
 
     @classmethod

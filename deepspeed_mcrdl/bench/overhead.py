@@ -20,6 +20,9 @@ from deepspeed_mcrdl.bench.launch import run_ranks, under_launcher
 from deepspeed_mcrdl.bench.results import write_json
 from deepspeed_mcrdl.config import parse
 from deepspeed_mcrdl.errors import ConfigError
+from deepspeed_mcrdl.operations import BARRIER
+from deepspeed_mcrdl.safety import Call
+from deepspeed_mcrdl.work import Pending
 
 _WARM_UP = 20
 _TIMEOUT_S = 600.0
@@ -86,16 +89,20 @@ def _cases(face: Any, name: str, size: int) -> Iterator[Case]:
     backend, world, ranks, rank = runtime.backends[name], runtime.groups.world, runtime.world_size, runtime.rank
     count = max(ranks, size // 4 // ranks * ranks)
     tensor = torch.empty(count)
+
+    def direct(pending: Pending) -> None:
+        runtime.progress.finish(pending.poll, pending, Call(BARRIER, world, name, 0))
+
     yield Case(
         "all_reduce",
-        lambda: backend.all_reduce(world, tensor, "max", False),
+        lambda: direct(backend.all_reduce(world, tensor, "max")),
         lambda: face.all_reduce(tensor, torch.distributed.ReduceOp.MAX, None, False),
         lambda: tensor.fill_(rank),
         lambda: bool((tensor == ranks - 1).all()),
     )
     yield Case(
         "broadcast",
-        lambda: backend.broadcast(world, tensor, 0, False),
+        lambda: direct(backend.broadcast(world, tensor, 0)),
         lambda: face.broadcast(tensor=tensor, src=0, group=None, async_op=False),
         lambda: tensor.fill_(rank + 1),
         lambda: bool((tensor == 1).all()),
@@ -104,7 +111,7 @@ def _cases(face: Any, name: str, size: int) -> Iterator[Case]:
     by_rank = torch.arange(ranks).repeat_interleave(count // ranks)
     yield Case(
         "all_gather_into_tensor",
-        lambda: backend.all_gather_into_tensor(world, output, block, False),
+        lambda: direct(backend.all_gather_into_tensor(world, output, block)),
         lambda: face.all_gather_into_tensor(output_tensor=output, input_tensor=block, group=None, async_op=False),
         lambda: output.fill_(-1),
         lambda: bool((output == by_rank).all()),
@@ -112,7 +119,7 @@ def _cases(face: Any, name: str, size: int) -> Iterator[Case]:
     source = torch.full((count,), float(rank))
     yield Case(
         "all_to_all_single",
-        lambda: backend.all_to_all_single(world, output, source, None, None, False),
+        lambda: direct(backend.all_to_all_single(world, output, source, None, None)),
         lambda: face.all_to_all_single(
             output=output, input=source, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
         ),

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from deepspeed_mcrdl.errors import MCRDLError
+from deepspeed_mcrdl.stores import connection
 
 _MAX_NAME = 256
 _MAX_KEY = 64
@@ -43,8 +44,7 @@ class Meeting:
     """
 
     def __init__(self, store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> None:
-        # A connection of its own: torch's stores serve one call at a time.
-        self.store = PrefixStore(name, store.clone() if hasattr(store, "clone") else store)
+        self.store = connection(store, name)
         self.rank = rank
         self.world_size = world_size
         self._timeout_s = timeout_s

@@ -55,6 +55,11 @@ def _op_name(op: Any) -> str:
     return name
 
 
+def _runtime(config: MCRDLConfig) -> Runtime:
+    store = dist.distributed_c10d._get_default_store()
+    return Runtime(config, store, dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
 class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
     """DeepSpeed's communication backend on top of a Runtime; `config` is set on a subclass by `select`.
 
@@ -88,7 +93,7 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         self.shm_comm_op = None
         self.has_all_reduce_coalesced = True
         self.has_coalescing_manager = False  # torch's manager would collect calls past the router
-        self._use(Runtime(self.config))
+        self._use(_runtime(self.config))
 
     def _use(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -99,7 +104,7 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         groups = [group.torch_group for group in self.runtime.groups]
         self.runtime.close()
         self.config = config
-        self._use(Runtime(config))
+        self._use(_runtime(config))
         for group in groups:
             self.runtime.adopt(group)
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from deepspeed_mcrdl.groups import Group
-from deepspeed_mcrdl.operations import Operation
+from deepspeed_mcrdl.safety import Call
 from deepspeed_mcrdl.work import Work
 
 
@@ -46,21 +45,16 @@ class CommunicationLog:
         with self._lock:
             self._sums.clear()
 
-    def timed(
-        self, operation: Operation, backend: str, method: Callable[..., Work | None]
-    ) -> Callable[..., Work | None]:
-        """Return `method` of `backend` with each call of it added here."""
-
-        def call(group: Group, *args: Any) -> Work | None:
-            start = time.perf_counter()
-            work = method(group, *args)
-            elapsed = time.perf_counter() - start
-            self.add(operation.name, backend, operation.size(group, *args[:-1]), elapsed)
-            if work is None:
-                return None
-            return _TimedWork(work, lambda seconds: self.add(operation.name, backend, 0, seconds, calls=0))
-
-        return call
+    def timed(self, call: Call, args: tuple[Any, ...], carry: Callable[[], Work | None]) -> Work | None:
+        """Return what `carry` returns, with the call added here."""
+        operation, group, backend, _ = call
+        start = time.perf_counter()
+        work = carry()
+        elapsed = time.perf_counter() - start
+        self.add(operation.name, backend, operation.size(group, *args), elapsed)
+        if work is None:
+            return None
+        return _TimedWork(work, lambda seconds: self.add(operation.name, backend, 0, seconds, calls=0))
 
 
 class _TimedWork(Work):
@@ -70,18 +64,13 @@ class _TimedWork(Work):
         self._work = work
         self._report = report
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
     def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the operation is done; the time that takes is reported."""
         start = time.perf_counter()
         try:
             return self._work.wait(timeout)
         finally:
             self._report(time.perf_counter() - start)
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def exception(self) -> BaseException | None:
-        return self._work.exception()
-
-    def source_rank(self) -> int:
-        return self._work.source_rank()

@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_mcrdl.backends.base import Backend
 from deepspeed_mcrdl.config import AUTO, Routing, Rule
-from deepspeed_mcrdl.errors import UnsupportedError
+from deepspeed_mcrdl.errors import UnsupportedError, suggest
 from deepspeed_mcrdl.messages import warn_once
 from deepspeed_mcrdl.operations import OPERATIONS, Operation
 
@@ -73,12 +73,22 @@ class Router:
         self._backends = backends
         self._lookup = lookup
 
-    def decide(self, key: Key) -> Decision:
+    def decide(self, key: Key, wish: str = AUTO) -> Decision:
         """Return the backend for `key`.
 
+        Args:
+            key: the call.
+            wish: a backend's name, which goes before all rules and is not passed over.
+
         Raises:
-            UnsupportedError: if no backend in use can do the call; names what was tried.
+            UnsupportedError: if no backend in use, or not the one wished for, can do the call; names what was tried.
         """
+        if wish != AUTO:
+            lack = self._lack(wish, key)
+            if lack is not None:
+                hint = suggest(wish, [*self._backends, AUTO]) if wish not in self._backends else ""
+                raise UnsupportedError(f"{key}: the backend {wish} {lack}.{hint}")
+            return Decision(wish, "named in the call")
         tried: dict[str, str] = {}
         for name, why in self._wishes(key):
             lack = self._lack(name, key)

@@ -12,17 +12,16 @@ import torch
 
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.operations import Operation
-from deepspeed_mcrdl.work import FinishedBy, Work
+from deepspeed_mcrdl.work import Pending, Then
 
 
-def through_contiguous(operation: Operation, method: Callable[..., Work | None]) -> Callable[..., Work | None]:
+def through_contiguous(operation: Operation, method: Callable[..., Pending]) -> Callable[..., Pending]:
     """Return `method` made fit for strided tensors."""
 
-    def call(group: Group, *args: Any) -> Work | None:
-        *arguments, async_op = args
-        _, outputs = operation.tensors(*arguments)
+    def call(group: Group, *args: Any) -> Pending:
+        _, outputs = operation.tensors(*args)
         copies: dict[int, torch.Tensor] = {}
-        work = method(group, *(_contiguous(argument, copies) for argument in arguments), async_op)
+        pending = method(group, *(_contiguous(argument, copies) for argument in args))
 
         def copy_back() -> None:
             with torch.no_grad():
@@ -30,10 +29,7 @@ def through_contiguous(operation: Operation, method: Callable[..., Work | None])
                     if id(output) in copies:
                         output.copy_(copies[id(output)])
 
-        if work is None:
-            copy_back()
-            return None
-        return FinishedBy(work, copy_back)
+        return Then(pending, copy_back)
 
     return call
 
