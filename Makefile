@@ -4,12 +4,26 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo test test-matrix test-peers test-stress test-large lint wheel clean
 demo: $(STAMP)
 	$(BIN)/mcrdl bench train --workload moe --preset comm --backends stock,gloo,mpi,mixed --ranks 2 --rounds 1
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# Left out of `make test` for their time: every operation in every form (2 min), torch's own tests of torch.distributed
+# run on us (4 min), long random programs (6 min), messages above 2 GiB (needs 20 GB of memory).
+test-matrix: $(STAMP)
+	$(BIN)/python -m pytest -m matrix
+
+test-peers: $(STAMP)
+	$(BIN)/python -m pytest -m peers
+
+test-stress: $(STAMP)
+	$(BIN)/python -m pytest -m stress
+
+test-large: $(STAMP)
+	$(BIN)/python -m pytest -m large
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -32,7 +32,7 @@ def agree(config: MCRDLConfig, job: Job) -> tuple[dict[str, Backend], dict[str, 
         "unusable": unusable,
         "versions": {name: cls.version() for name, cls in classes.items() if name not in unusable},
     }
-    reports = exchange(job.store, "agreement", job.rank, job.world_size, report)
+    reports = exchange(job.quick_store, "agreement", job.rank, job.world_size, report, job.start_timeout_s)
     _require_same_config([report["config"] for report in reports])
     left_out = _first_reasons([report["unusable"] for report in reports])
     for name in classes:
@@ -112,7 +112,7 @@ def _start(
             backend = classes[name](job)
         except Exception as error:  # whatever a library does wrong at its start, the others must hear of it
             failure = f"{type(error).__name__}: {error}"
-        failures = exchange(job.store, f"started/{name}", job.rank, job.world_size, failure)
+        failures = exchange(job.quick_store, f"started/{name}", job.rank, job.world_size, failure, job.start_timeout_s)
         failed = {rank: text for rank, text in enumerate(failures) if text}
         if not failed and backend is not None:
             started[name] = backend

@@ -1,7 +1,7 @@
 """Where the ranks tell each other what they wait in, so that a late call can name who is missing.
 
-Only a wait that is long already comes here. Everything goes through a thread with a connection of its own, so that a
-store that answers no more (its host is stopped or gone) can't hold up the rank that asks.
+Only a wait that is long already comes here. Everything goes through a thread, so that a store that answers no more (its
+host is stopped or gone) can't hold up the rank that asks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from deepspeed_mcrdl.groups import Group
-from deepspeed_mcrdl.stores import connection
 
 _ANSWER_WITHIN_S = 0.6
 _SETTLE_S = 0.4
@@ -26,12 +25,12 @@ class Arrivals:
     """What each rank waits in, as far as it has waited for long.
 
     Args:
-        store: the job's store.
+        store: the job's store, the connection in which nobody waits.
         rank: this process's global rank.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._store = connection(store, "arrivals")
+        self._store = PrefixStore("arrivals", store)
         self._rank = rank
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any] | None, Future[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -1,4 +1,4 @@
-"""Wakes the plugin up: waits for deepspeed to be imported and hooks the two places where it can be selected.
+"""Wakes the plugin up: waits for deepspeed and torch.distributed, and hooks the places where it can be selected.
 
 Runs at the end of `import torch` (entry point torch.backends), in launchers too, so: standard library only, under a
 millisecond, and nothing that raises. Nothing else is imported until a config selects the plugin.
@@ -117,6 +117,31 @@ def _hook_config(config: ModuleType) -> None:
     config.DeepSpeedConfig.__init__ = init
 
 
+def _hook_c10d(c10d: ModuleType) -> None:
+    """torch.distributed: the backend name "mcrdl"."""
+    if not hasattr(c10d.Backend, "MCRDL"):
+        c10d.Backend.MCRDL = _BackendName()
+
+
+class _BackendName:
+    """Registers the c10d backend when torch first reads its name.
+
+    Not before: with any other backend registered torch takes another way for strings such as "cpu:gloo", and without
+    our name nothing must change.
+    """
+
+    def __get__(self, instance: Any, owner: Any) -> str:
+        owner.MCRDL = "mcrdl"
+        owner.register_backend("mcrdl", _create_process_group, extended_api=True, devices=["cpu", "cuda"])
+        return "mcrdl"
+
+
+def _create_process_group(*args: Any) -> Any:
+    from deepspeed_mcrdl.faces.process_group import create
+
+    return create(*args)
+
+
 def _select(source: Any) -> bool:
     """Select the plugin if the DeepSpeed config `source` asks for it; return whether it does."""
     from deepspeed_mcrdl.config import load
@@ -136,4 +161,5 @@ def _concerns_us(ds_config: dict[str, Any]) -> bool:
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "deepspeed.comm.comm": _hook_comm,
     "deepspeed.runtime.config": _hook_config,
+    "torch.distributed.distributed_c10d": _hook_c10d,
 }

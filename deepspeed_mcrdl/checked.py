@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from deepspeed_mcrdl.errors import MismatchError
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.safety import Call, Progress
-from deepspeed_mcrdl.stores import connection
 from deepspeed_mcrdl.work import Pending
 
 Method = Callable[..., Pending]
@@ -29,13 +28,13 @@ class Checked:
     """Compares the ranks' calls.
 
     Args:
-        store: the job's store.
+        store: the job's store, the connection in which nobody waits.
         rank: this process's global rank.
         progress: who waits for the others to come.
     """
 
     def __init__(self, store: Store, rank: int, progress: Progress) -> None:
-        self._store = connection(store, "checked")
+        self._store = PrefixStore("checked", store)
         self._rank = rank
         self._progress = progress
         self._messages: Counter[tuple[Any, ...]] = Counter()
@@ -57,7 +56,7 @@ class Checked:
         keys = [f"{group.number}/{number}/{index}" for index in range(group.size)]
         sends, receives = operation.blocks(group, *args)
         told = {
-            "text": describe(operation, args),
+            "text": describe(operation, args) + _parts(sends, receives),
             "same": [operation.name, *map(str, operation.same(group, *args))],
             "sends": sends,
             "receives": receives,
@@ -126,16 +125,23 @@ class _ComparedMessage(Pending):
         self.stream_ordered = pending.stream_ordered
 
     def poll(self) -> bool:
+        self._compare()
+        return self._pending.poll()
+
+    def _compare(self) -> None:
         if self._store is not None and self._store.check([self._key]):
             sent = self._store.get(self._key).decode().removeprefix("send of ")
             self._store.delete_key(self._key)
             self._store = None
             if _size(sent) != _size(self._content):
                 raise MismatchError(f"{self._where}: a message of {sent} meets a receive of {self._content}")
-        return self._pending.poll()
 
     def block(self, limit_s: float) -> None:
         self._pending.block(min(limit_s, 0.01))
+
+    def orderable(self) -> bool:
+        self._compare()
+        return self._pending.orderable()
 
     def order(self) -> None:
         self._pending.order()
@@ -159,9 +165,13 @@ def describe(operation: Operation, args: tuple[Any, ...]) -> str:
         text += f" with root {root}"
     if inputs:
         text += f" of {content(*inputs)}"
-    if outputs and tuple(outputs) != tuple(inputs):
+    if outputs and [id(tensor) for tensor in outputs] != [id(tensor) for tensor in inputs]:
         text += f" into {content(*outputs)}"
     return text
+
+
+def _parts(sends: list[int] | None, receives: list[int] | None) -> str:
+    return "" if sends is None else f", sending {sends} and receiving {receives} elements"
 
 
 def _size(described: str) -> tuple[str, int]:

@@ -122,7 +122,12 @@ class MCRDLConfig(BaseModel):
         default="auto", description='backends to start; "auto": all that are usable on every rank'
     )
     routing: Routing = Routing()
-    timeout_s: float = Field(default=1800.0, gt=0, description="seconds after which an unfinished call is an error")
+    timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="seconds after which an unfinished call is an error; null: the timeout given when communication "
+        "was started, which is 30 minutes by default",
+    )
     checked: bool = Field(default=False, description="whether the ranks compare each call before data moves")
     banner: bool = Field(default=True, description="whether rank 0 prints backends and routes at the start")
 

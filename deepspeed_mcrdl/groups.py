@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,7 @@ class Groups:
         self._rank = rank
         self._hosts = tuple(hosts)
         self._by_torch_group: dict[Any, Group] = {}
+        self._names: Counter[str] = Counter()
 
     @property
     def world(self) -> Group:
@@ -125,11 +127,13 @@ class Groups:
 
     def add(self, torch_group: Any, ranks: Sequence[int], name: str) -> Group:
         """Make the Group of a torch process group; the first one is the world."""
+        # A name can come again after its group was destroyed, for all members alike.
+        self._names[name] += 1
         group = Group(
             ranks=ranks,
             rank=list(ranks).index(self._rank),
             name=name,
-            number=_number(self.store, name),
+            number=_number(self.store, f"{name}/{self._names[name]}"),
             mesh=mesh_of(ranks, self._hosts),
             torch_group=torch_group,
         )

@@ -11,30 +11,35 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from deepspeed_mcrdl.agreement import agree
 from deepspeed_mcrdl.arrivals import Arrivals
-from deepspeed_mcrdl.backends.base import Backend, Job
+from deepspeed_mcrdl.backends.base import START_TIMEOUT_S, Backend, Job
 from deepspeed_mcrdl.checked import Checked
 from deepspeed_mcrdl.config import AUTO, MCRDLConfig
+from deepspeed_mcrdl.errors import failed
 from deepspeed_mcrdl.groups import Group, Groups
 from deepspeed_mcrdl.messages import logger, set_up
 from deepspeed_mcrdl.observe.log import CommunicationLog
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.routing.router import Key, Router
 from deepspeed_mcrdl.safety import Call, MonitoredBarrier, Progress
-from deepspeed_mcrdl.stores import exchange
+from deepspeed_mcrdl.stores import exchange, second_connection
+from deepspeed_mcrdl.streams import device_of
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
+from deepspeed_mcrdl.transforms.staging import Turns, in_turn, through_host
 from deepspeed_mcrdl.work import Pending, Work
 
 Method = Callable[..., Pending]
 
 _started = itertools.count()
+_current: Runtime | None = None
 
 
 class Route(NamedTuple):
@@ -64,23 +69,37 @@ class Runtime:
         rank: this process's rank in the job.
         world_size: number of processes of the job.
         world: the torch process group of all ranks.
+        timeout: how long a call may take where the config does not say.
 
     Raises:
         ConfigError: on every rank, if the ranks' configs differ or a backend that the config names can't be used.
     """
 
-    def __init__(self, config: MCRDLConfig, store: Store, rank: int, world_size: int, world: Any) -> None:
+    def __init__(
+        self, config: MCRDLConfig, store: Store, rank: int, world_size: int, world: Any, timeout: timedelta
+    ) -> None:
         self.rank, self.world_size = rank, world_size
+        self._store, self._quick_store = store, second_connection(store)
+        self._timeout_s = timeout.total_seconds()
         set_up(rank)
+        self._start(config, world)
+
+    def _start(self, config: MCRDLConfig, world: Any) -> None:
+        global _current
+        rank, world_size = self.rank, self.world_size
+        self.config = config
+        timeout_s = config.timeout_s or self._timeout_s
         # A store can outlive a runtime; the ranks start their runtimes alike, so counting keeps the keys apart.
-        store = PrefixStore(f"mcrdl/{next(_started)}", store)
-        hosts = exchange(store, "hosts", rank, world_size, socket.gethostname())
-        self._arrivals = Arrivals(store, rank)
+        prefix = f"mcrdl/{next(_started)}"
+        store, quick_store = PrefixStore(prefix, self._store), PrefixStore(prefix, self._quick_store)
+        hosts = exchange(quick_store, "hosts", rank, world_size, socket.gethostname(), max(timeout_s, START_TIMEOUT_S))
+        self._arrivals = Arrivals(quick_store, rank)
         crowded = hosts.count(hosts[rank]) > len(os.sched_getaffinity(0))
-        self.progress = Progress(config.timeout_s, self._arrivals, crowded)
+        self.progress = Progress(timeout_s, self._arrivals, crowded)
         self.groups = Groups(store, rank, hosts)
         self.groups.add(world, range(world_size), "world")
-        self.backends, self.left_out = agree(config, Job(store, rank, world_size, hosts, self.progress))
+        self.backends, self.left_out = agree(config, Job(store, quick_store, rank, world_size, hosts, self.progress))
+        self._turns: dict[str, Turns] = {}
         self._joined: set[tuple[str, Group]] = set()
         self._close_at_exit = self.close
         atexit.register(self._close_at_exit)
@@ -88,10 +107,24 @@ class Runtime:
         self.router = Router(config.routing, {name: type(backend) for name, backend in self.backends.items()})
         self.monitored_barrier = MonitoredBarrier(self.groups, self.progress)
         self.log: CommunicationLog | None = None
-        self._checked = Checked(store, rank, self.progress) if config.checked else None
+        self._checked = Checked(quick_store, rank, self.progress) if config.checked else None
         self._routes: dict[tuple[Any, ...], Route] = {}
+        if any("cuda" in backend.devices for backend in self.backends.values()):
+            self.progress.drive_in_background()  # a host that waits in CUDA, as in tensor.item(), drives nothing
+        _current = self
         if config.banner and rank == 0:
             logger.info("%s", self.describe())
+
+    def restart(self, config: MCRDLConfig) -> None:
+        """Go on with another config, in every group made so far; every rank calls this at the same place."""
+        # By number, an order that all ranks share: their own orders of first use would wait for each other.
+        world, *others = sorted(self.groups, key=lambda group: group.number)
+        groups = [(group.torch_group, group.ranks, group.name) for group in others]
+        torch_group = world.torch_group
+        self._stop()
+        self._start(config, torch_group)
+        for torch_group, ranks, name in groups:
+            self.add_group(torch_group, ranks, name)
 
     def issue(
         self,
@@ -132,14 +165,21 @@ class Runtime:
             number = args[1]
         call = Call(operation, group, backend, number)
         if self.log is not None:
-            return self.log.timed(call, args, lambda: self._start(method, call, args, async_op))
-        return self._start(method, call, args, async_op)
+            return self.log.timed(call, args, lambda: self._carry(method, call, args, async_op))
+        return self._carry(method, call, args, async_op)
 
-    def _start(self, method: Method, call: Call, args: tuple[Any, ...], async_op: bool) -> Work | None:
-        pending = method(call.group, *args)
+    def _carry(self, method: Method, call: Call, args: tuple[Any, ...], async_op: bool) -> Work | None:
+        try:
+            pending = method(call.group, *args)
+        except Exception as error:
+            raise failed(call, error)  # noqa: B904 - it has its cause
         if async_op:
             return Work(pending, call, self.progress)
-        self.progress.finish(pending.poll, pending, call)
+        if pending.stream_ordered:
+            self.progress.finish(pending.orderable, pending, call)
+            pending.order()
+        else:
+            self.progress.finish(pending.poll, pending, call)
         return None
 
     def _route(self, operation: Operation, group: Group, args: tuple[Any, ...], wish: str) -> Route:
@@ -149,8 +189,14 @@ class Runtime:
             self._join(backend, group)
         method = backend.method(operation)
         inputs, outputs = operation.tensors(*args)
-        if not all(t.is_contiguous() for t in (*inputs, *outputs)):
-            method = through_contiguous(operation, method)
+        turns = self._turns.setdefault(backend.name, Turns())
+        if any(t.device.type not in backend.devices for t in (*inputs, *outputs)):
+            method = through_host(operation, method, device_of, turns)
+        else:
+            if not all(t.is_contiguous() for t in (*inputs, *outputs)):
+                method = through_contiguous(operation, method)
+            if torch.cuda.is_available() and "cuda" not in backend.devices:
+                method = in_turn(operation, method, turns)
         if self._checked is not None:
             method = self._checked.around(operation, backend.name, method)
         check = None if operation.checked_once(*args) else operation.check
@@ -178,8 +224,16 @@ class Runtime:
             self.progress.run(lambda: backend.join(group), what)
             self._joined.add((backend.name, group))
 
+    def add_group(self, torch_group: Any, ranks: Sequence[int], name: str) -> None:
+        """Make a group that torch does not know yet, and its communicators; every member calls this."""
+        self.groups.add(torch_group, ranks, name)
+        self.adopt(torch_group)
+
     def forget(self, torch_group: Any) -> None:
-        """Free what the backends keep for a group that is being destroyed."""
+        """Free what the backends keep for a group that is being destroyed; with the world, or None, everything ends."""
+        if torch_group in (None, dist.group.WORLD):
+            self.close()
+            return
         group = self.groups.discard(torch_group)
         if group is not None:
             for backend in self.backends.values():
@@ -189,6 +243,13 @@ class Runtime:
 
     def close(self) -> None:
         """End all backends; idempotent."""
+        global _current
+        if _current is self:
+            _current = None
+        self._stop()
+        self._store = self._quick_store = HashStore()  # let go of the job's, which keeps its port open
+
+    def _stop(self) -> None:
         atexit.unregister(self._close_at_exit)
         backends, self.backends = self.backends, {}
         self._routes.clear()
@@ -196,6 +257,7 @@ class Runtime:
             backend.close()
         self.groups.close()
         self._arrivals.close()
+        self.progress.close()
 
     def describe(self) -> str:
         """Return the block that rank 0 prints at the start."""
@@ -209,6 +271,21 @@ class Runtime:
         lines += [f"route {name}: {', '.join(what)}" for name, what in self.router.map(device).items()]
         lines += ["table: none"]
         return "\n  ".join(lines)
+
+
+def current() -> Runtime | None:
+    """Return the runtime of this process: there is one, whatever faces call it."""
+    return _current
+
+
+def for_torch(config: MCRDLConfig, timeout: timedelta) -> Runtime:
+    """Return the runtime of this process with `config`, started on the initialised torch.distributed if it must be."""
+    if _current is None:
+        store = dist.distributed_c10d._get_default_store()
+        return Runtime(config, store, dist.get_rank(), dist.get_world_size(), dist.group.WORLD, timeout)
+    if _current.config != config:
+        _current.restart(config)
+    return _current
 
 
 def key_of(operation: Operation, group: Group, args: tuple[Any, ...]) -> Key:

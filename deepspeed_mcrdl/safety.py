@@ -2,7 +2,7 @@
 
 MPI moves large messages only inside MPI calls. A rank that blocks in gloo while its own MPI operation is unfinished
 can starve the peer that waits in MPI, and the peer may be the one that gloo waits for. The rule: every operation is
-started without blocking, and every wait is one loop that drives all operations that progress only inside calls. No call
+started without blocking, and every wait is one loop that drives all backends that progress only inside calls. No call
 is finished earlier or later than the program says, so whatever is free of deadlock on one backend stays so on several.
 docs/DEADLOCK.md has the argument.
 """
@@ -24,6 +24,9 @@ from deepspeed_mcrdl.work import Pending, Work
 _HOT_POLLS = 1000
 _HOT_POLLS_CROWDED = 20
 _NAP_S = 50e-6
+_LONGEST_NAP_S = 1e-3
+_NAP_SHARE = 1 / 16  # of the time waited so far, so that a nap adds little to it
+_BACKGROUND_S = 1e-3
 _BLOCK_S = 0.2
 _ANNOUNCE_AFTER_S = 0.25
 _DRIVE_EVERY = 64
@@ -67,6 +70,20 @@ class Progress:
         self._arrivals = arrivals
         self._hot_polls = _HOT_POLLS_CROWDED if crowded else _HOT_POLLS
         self._unfinished: dict[Work, None] = {}
+        self._engines: list[Callable[[], object]] = []
+        self._background: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def add_engine(self, turn: Callable[[], object]) -> None:
+        """Call `turn` in every wait: it moves what a backend has to move while the host is inside it.
+
+        Unfinished operations are not all: MPI may call an operation done on a rank that has yet to pass its data on.
+        """
+        self._engines.append(turn)
+
+    def remove_engine(self, turn: Callable[[], object]) -> None:
+        """Call `turn` no more."""
+        self._engines.remove(turn)
 
     def watch(self, work: Work) -> None:
         """Drive `work` in every wait until it is forgotten; its buffers stay alive until then."""
@@ -82,9 +99,27 @@ class Progress:
         return bool(self._unfinished)
 
     def drive(self) -> None:
-        """Give every unfinished operation a chance to progress."""
+        """Give every backend and every unfinished operation a chance to progress."""
+        for turn in self._engines:
+            turn()
         for work in tuple(self._unfinished):
             work.is_completed()
+
+    def drive_in_background(self) -> None:
+        """Drive in a thread too while there are unfinished operations, for a host that also waits elsewhere."""
+        self._background = threading.Thread(target=self._drive_on, name="mcrdl-drive", daemon=True)
+        self._background.start()
+
+    def _drive_on(self) -> None:
+        while not self._closed.wait(_BACKGROUND_S):
+            if self._unfinished:
+                self.drive()
+
+    def close(self) -> None:
+        """End the thread that drives, if there is one."""
+        self._closed.set()
+        if self._background is not None:
+            self._background.join()
 
     def finish(self, poll: Callable[[], bool], pending: Pending, call: Call, limit_s: float | None = None) -> None:
         """Return when `poll()` is true.
@@ -110,27 +145,27 @@ class Progress:
     def _wait(self, poll: Callable[[], bool], pending: Pending, call: Call, limit_s: float) -> None:
         start = time.monotonic()
         announced = False
-        try:
-            while not poll():
-                self.drive()
-                waited = time.monotonic() - start
-                if waited < pending.yields_s:
-                    os.sched_yield()
-                elif self._unfinished:
-                    time.sleep(_NAP_S)
-                else:
-                    pending.block(min(_BLOCK_S, limit_s))
-                if waited > _ANNOUNCE_AFTER_S and not announced and self._arrivals is not None:
-                    self._arrivals.announce(call.group, call.number if call.operation.collective else None, str(call))
-                    announced = True
-                if waited > limit_s:
-                    raise CallTimeoutError(self._late(call, waited))
-        finally:
-            if announced and self._arrivals is not None:
-                self._arrivals.withdraw()
+        while not poll():
+            self.drive()
+            waited = time.monotonic() - start
+            if waited < pending.yields_s:
+                os.sched_yield()
+            elif self._unfinished or pending.host_driven:
+                time.sleep(_NAP_S)
+            elif self._engines:
+                time.sleep(min(_LONGEST_NAP_S, waited * _NAP_SHARE))
+            else:
+                pending.block(min(_BLOCK_S, limit_s))
+            if waited > _ANNOUNCE_AFTER_S and not announced and self._arrivals is not None:
+                self._arrivals.announce(call.group, call.number if call.operation.collective else None, str(call))
+                announced = True
+            if waited > limit_s:
+                raise CallTimeoutError(self._late(call, waited, limit_s))
+        if announced and self._arrivals is not None:  # after an error others still want to know
+            self._arrivals.withdraw()
 
-    def _late(self, call: Call, waited_s: float) -> str:
-        text = f"{call} was not done within {waited_s:.1f} s"
+    def _late(self, call: Call, waited_s: float, limit_s: float) -> str:
+        text = f"{call} was not done after {waited_s:.1f} s (the timeout is {limit_s:g} s)"
         if self._arrivals is None:
             return text
         if call.operation.collective:

@@ -8,6 +8,7 @@ current stream wait.
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -46,6 +47,13 @@ class Pending(ABC):
         """Sleep until it may be done, for at most `limit_s` seconds."""
         time.sleep(_NAP_S)
 
+    def orderable(self) -> bool:
+        """Give it a chance to progress; return whether `order` may be called, or raise its error. Must not block.
+
+        Unlike `poll` it may be called again, since each wait orders the stream that is current then.
+        """
+        return True
+
     def order(self) -> None:
         """Make the current stream wait for it, if it is stream-ordered."""
         raise NotImplementedError
@@ -60,7 +68,7 @@ class Then(Pending):
 
     def __init__(self, first: Pending, step: Callable[[], None]) -> None:
         self._first = first
-        self._step = step
+        self._step: Callable[[], None] | None = step
         self.host_driven = first.host_driven
         self.stream_ordered = first.stream_ordered
         self.yields_s = first.yields_s
@@ -68,15 +76,23 @@ class Then(Pending):
     def poll(self) -> bool:
         if not self._first.poll():
             return False
-        self._step()
+        self._step_once()
         return True
+
+    def _step_once(self) -> None:
+        step, self._step = self._step, None
+        if step is not None:
+            step()
 
     def block(self, limit_s: float) -> None:
         self._first.block(limit_s)
 
+    def orderable(self) -> bool:
+        return self._first.orderable()
+
     def order(self) -> None:
         self._first.order()
-        self._step()
+        self._step_once()
 
     def source_rank(self) -> int:
         return self._first.source_rank()
@@ -94,12 +110,39 @@ class Together(Pending):
         self._left = [part for part in self._left if not part.poll()]
         return not self._left
 
+    def orderable(self) -> bool:
+        return all(part.orderable() for part in self._left)
+
     def block(self, limit_s: float) -> None:
         self._left[0].block(limit_s)
 
     def order(self) -> None:
         for part in self._left:
             part.order()
+
+
+class Waiters:
+    """Threads for functions that block, each used again when it is idle."""
+
+    def __init__(self) -> None:
+        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Run `function`, which must not raise, in a thread."""
+        try:
+            tasks = self._idle.pop()
+        except IndexError:
+            tasks = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(tasks,), name="mcrdl-wait", daemon=True).start()
+        tasks.put(function)
+
+    def _serve(self, tasks: queue.SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            tasks.get()()
+            self._idle.append(tasks)
+
+
+waiters = Waiters()
 
 
 class Waits(Protocol):
@@ -136,16 +179,9 @@ class Work:
 
         None, and torch's "no timeout" (zero), mean the job's "timeout_s".
         """
-        if self._pending.stream_ordered:
-            with self._lock:
-                if not self._done:
-                    self._pending.order()
-                    self._done = True
-            return True
         if not self._done:
-            self._waits.finish(
-                self.is_completed, self._pending, self._call, timeout.total_seconds() if timeout else None
-            )
+            seen = self._ordered if self._pending.stream_ordered else self.is_completed
+            self._waits.finish(seen, self._pending, self._call, timeout.total_seconds() if timeout else None)
         if self._error is not None:
             raise self._error
         return True
@@ -158,6 +194,21 @@ class Work:
             finally:
                 self._lock.release()
         return self._done
+
+    def _ordered(self) -> bool:
+        """Order the current stream after the operation, if that can be done by now."""
+        with self._lock:
+            if self._done:
+                return True
+            try:
+                if not self._pending.orderable():
+                    return False
+                self._pending.order()
+            except Exception as error:
+                self._error = failed(self._call, error)
+                self._done = True
+                self._waits.forget(self)
+            return True  # it is polled on to its end, and each wait orders the stream that is current then
 
     def _advance(self) -> None:
         if self._done:
@@ -232,5 +283,5 @@ def future_of(work: Work | AllOf, result: Any = None) -> torch.futures.Future[An
             else:
                 future.set_result(result)
 
-    threading.Thread(target=complete, name="mcrdl-future", daemon=True).start()
+    waiters.run(complete)
     return future

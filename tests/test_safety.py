@@ -87,6 +87,24 @@ def test_both_ranks_send_before_they_receive(ranks, backend):
     ranks(2).run(_both_send_first, backend, timeout_s=30)
 
 
+def _busy_elsewhere():
+    """Rank 0 waits for something that the plugin knows nothing of, as a host does in a GPU's tensor.item()."""
+    cdb = use({"default": "mpi"})
+    cdb.runtime.progress.drive_in_background()
+    tensor = torch.ones(LARGE)
+    began = time.monotonic()
+    work = cdb.all_reduce(tensor, async_op=True)
+    if cdb.get_rank() == 0:
+        time.sleep(4)
+    work.wait()
+    assert (tensor == cdb.get_world_size()).all()
+    return time.monotonic() - began
+
+
+def test_a_host_that_waits_elsewhere_is_driven_in_the_background(ranks):
+    assert ranks(2).run(_busy_elsewhere, timeout_s=30)[1] < 3
+
+
 def _two_threads():
     cdb = use({"default": "mpi", "all_reduce": "gloo"})
     other_group = cdb.new_group(range(cdb.get_world_size()))

@@ -68,7 +68,7 @@ def test_several_are_done_when_all_are():
     first, second = Manual(done=True), Manual()
     work = AllOf([work_of(first), work_of(second)])
     assert not work.is_completed()
-    with pytest.raises(CallTimeoutError, match="was not done within"):
+    with pytest.raises(CallTimeoutError, match="was not done after"):
         work.wait(timedelta(milliseconds=50))
     second.done = True
     assert work.is_completed()

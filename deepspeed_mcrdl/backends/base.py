@@ -22,6 +22,7 @@ from deepspeed_mcrdl.work import Pending
 
 ENTRY_POINT_GROUP = "deepspeed_mcrdl.backends"
 MESSAGE_TAGS = 2**16
+START_TIMEOUT_S = 60.0
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -37,7 +38,8 @@ class Job:
     """What a backend is given to start with.
 
     Attributes:
-        store: the launcher's store.
+        store: the job's store, to wait for keys in.
+        quick_store: the same by another connection, in which nobody waits.
         rank: this process's global rank.
         world_size: number of processes.
         hosts: hostname of every rank.
@@ -45,10 +47,16 @@ class Job:
     """
 
     store: Store
+    quick_store: Store
     rank: int
     world_size: int
     hosts: Sequence[str]
     progress: Progress
+
+    @property
+    def start_timeout_s(self) -> float:
+        """How long a rank waits for the others at the start, which they may come to at different times."""
+        return max(self.progress.timeout_s, START_TIMEOUT_S)
 
 
 class Backend(ABC):
@@ -148,6 +156,18 @@ def message_tag(group: Group, tag: int, max_tag: int) -> int:
             f"in at most {max_tag // MESSAGE_TAGS} groups"
         )
     return combined
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of all tensors one after the other."""
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def spread(flat: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+    """Copy what `joined` has put together into `outputs`."""
+    with torch.no_grad():
+        for output, part in zip(outputs, torch.split(flat, [t.numel() for t in outputs]), strict=True):
+            output.copy_(part.view_as(output))
 
 
 def installed() -> dict[str, type[Backend]]:

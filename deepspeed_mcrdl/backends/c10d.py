@@ -6,7 +6,6 @@ members make one of their own.
 
 from __future__ import annotations
 
-import queue
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -26,12 +25,13 @@ from deepspeed_mcrdl.backends.base import (
     MOVABLE,
     Backend,
     Job,
+    joined,
     message_tag,
+    spread,
 )
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.operations import counts
-from deepspeed_mcrdl.stores import connection
-from deepspeed_mcrdl.work import Pending, Then, Together
+from deepspeed_mcrdl.work import Pending, Then, Together, waiters
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -91,7 +91,7 @@ class SilentPending(Pending):
         self._source = source
         self._ended = threading.Event()
         self._error: Exception | None = None
-        _waiters.run(self._wait)
+        waiters.run(self._wait)
 
     def _wait(self) -> None:
         try:
@@ -121,29 +121,6 @@ class StreamPending(C10dPending):
 
     def order(self) -> None:
         self._inner.wait()
-
-
-class _Waiters:
-    """Threads for functions that block, each used again when it is idle."""
-
-    def __init__(self) -> None:
-        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
-
-    def run(self, function: Callable[[], None]) -> None:
-        try:
-            tasks = self._idle.pop()
-        except IndexError:
-            tasks = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(tasks,), name="mcrdl-c10d-wait", daemon=True).start()
-        tasks.put(function)
-
-    def _serve(self, tasks: queue.SimpleQueue[Callable[[], None]]) -> None:
-        while True:
-            tasks.get()()
-            self._idle.append(tasks)
-
-
-_waiters = _Waiters()
 
 
 class C10dBackend(Backend):
@@ -176,8 +153,7 @@ class C10dBackend(Backend):
         self._world = self._world or group
         own = self._own(group)
         if own is None:
-            # A connection of its own: while a rank waits here for the others its threads go on using the store.
-            store = connection(self._store, str(group.number))
+            store = PrefixStore(str(group.number), self._store)
             own = self.make(store, group.rank, group.size, self._timeout)
         self._process_groups[group] = own
 
@@ -203,6 +179,10 @@ class C10dBackend(Backend):
         is taken."""
         flat = tensor.detach().view(-1)
         return flat if flat.dtype in self.native else flat.view(torch.uint8)
+
+    def _as_message(self, tensor: torch.Tensor) -> torch.Tensor:
+        # gloo can't receive nothing from any rank, and a sender does not know how it is received.
+        return self._as_taken(tensor) if tensor.numel() else torch.zeros(1, dtype=torch.uint8, device=tensor.device)
 
     def _list_as_taken(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [self._as_taken(tensor) for tensor in tensors]
@@ -313,24 +293,31 @@ class C10dBackend(Backend):
         return self._pending("all_to_all_single", inner, output, input)
 
     def all_to_all(self, group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
-        inner = self._process_groups[group].alltoall(self._list_as_taken(outputs), self._list_as_taken(inputs))
-        return self._pending("all_to_all", inner, outputs, inputs)
+        # torch's form for lists takes equal blocks only.
+        taken = self._list_as_taken(outputs)
+        flat_in = joined(self._list_as_taken(inputs))
+        flat_out = flat_in.new_empty(sum(t.numel() for t in taken))
+        sizes = [t.numel() for t in taken], [self._as_taken(t).numel() for t in inputs]
+        inner = self._process_groups[group].alltoall_base(flat_out, flat_in, *sizes)
+        return Then(self._pending("all_to_all", inner, flat_in, flat_out), lambda: spread(flat_out, taken))
 
     def send(self, group: Group, tensor: torch.Tensor, dst: int, tag: int) -> Pending:
         group.index(dst)
         world, process_group = self._messages()
-        inner = process_group.send([self._as_taken(tensor)], world.index(dst), message_tag(group, tag, _MAX_TAG))
-        return self._pending("send", inner, tensor)
+        taken = self._as_message(tensor)
+        inner = process_group.send([taken], world.index(dst), message_tag(group, tag, _MAX_TAG))
+        return self._pending("send", inner, taken)
 
     def recv(self, group: Group, tensor: torch.Tensor, src: int | None, tag: int) -> Pending:
         world, process_group = self._messages()
         tag = message_tag(group, tag, _MAX_TAG)
+        taken = self._as_message(tensor)
         if src is None:
-            inner = process_group.recv_anysource([self._as_taken(tensor)], tag)
-            return self._pending("recv", inner, tensor, source=lambda: world.ranks[int(inner._source_rank())])
+            inner = process_group.recv_anysource([taken], tag)
+            return self._pending("recv", inner, taken, source=lambda: world.ranks[int(inner._source_rank())])
         group.index(src)
-        inner = process_group.recv([self._as_taken(tensor)], world.index(src), tag)
-        return self._pending("recv", inner, tensor, source=lambda: src)
+        inner = process_group.recv([taken], world.index(src), tag)
+        return self._pending("recv", inner, taken, source=lambda: src)
 
     def _messages(self) -> tuple[Group, Any]:
         """Return the world, which carries the messages of all groups with a tag space for each: only two members take
@@ -340,8 +327,9 @@ class C10dBackend(Backend):
 
     def _message(self, group: Group, operation: str, tensor: torch.Tensor, index: int) -> Pending:
         """Start a message with the group's member `index` on the group's own communicator."""
-        inner = getattr(self._process_groups[group], operation)([self._as_taken(tensor)], index, _OWN_TAG)
-        return self._pending(operation, inner, tensor)
+        taken = self._as_message(tensor)
+        inner = getattr(self._process_groups[group], operation)([taken], index, _OWN_TAG)
+        return self._pending(operation, inner, taken)
 
     def barrier(self, group: Group) -> Pending:
         return self._pending("barrier", self._process_groups[group].barrier())

@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deepspeed_mcrdl.backends.base import ARITHMETIC_OPS, BIT_OPS, COMPLEX, FLOATS, INTEGERS, Backend, Job, message_tag
+from deepspeed_mcrdl.backends.base import (
+    ARITHMETIC_OPS,
+    BIT_OPS,
+    COMPLEX,
+    FLOATS,
+    INTEGERS,
+    Backend,
+    Job,
+    joined,
+    message_tag,
+    spread,
+)
 from deepspeed_mcrdl.backends.mpi_halves import HALVES, half_op
 from deepspeed_mcrdl.bootstrap import mpi as bootstrap
 from deepspeed_mcrdl.groups import Group
@@ -27,7 +38,7 @@ from deepspeed_mcrdl.work import Pending
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_UNFINISHED_AT_CLOSE_S = 2.0
+_OTHERS_AT_CLOSE_S = 2.0
 _LEAST_MAX_TAG = 32767  # what the MPI standard promises
 
 _MPI_TYPE_NAMES = {
@@ -119,7 +130,7 @@ class MPIBackend(Backend):
         return bootstrap.describe()
 
     def __init__(self, job: Job) -> None:
-        self._world = bootstrap.start(job.store, job.rank, job.world_size, job.hosts)
+        self._world = bootstrap.start(job.quick_store, job.rank, job.world_size, job.hosts)
         from mpi4py import MPI
 
         self._progress = job.progress
@@ -132,6 +143,9 @@ class MPIBackend(Backend):
         self._messages = self._world.Dup()
         self._max_tag: int = self._world.Get_attr(MPI.TAG_UB) or _LEAST_MAX_TAG
         self._comms: dict[Group, MPI.Intracomm] = {}
+        # Looking for a message moves everything that this rank has to move, also of operations that are done here.
+        self._turn = self._messages.Iprobe
+        self._progress.add_engine(self._turn)
 
     def join(self, group: Group) -> None:
         world_group = self._world.Get_group()
@@ -147,9 +161,12 @@ class MPIBackend(Backend):
             comm.Free()
 
     def close(self) -> None:
-        # MPI itself ends with the process: once finalised it could not be started again. Freeing a communicator with
-        # operations under way would wait for peers that may be gone.
-        if self._progress.wait_until(lambda: not self._progress, timeout_s=_UNFINISHED_AT_CLOSE_S):
+        # MPI itself ends with the process: once finalised it could not be started again. Others may need this rank to
+        # pass data on, so it stays until all are here; but they may be gone, and then nothing is freed.
+        together = MPIPending(self._world.Ibarrier(), None)
+        done = self._progress.wait_until(lambda: not self._progress and together.poll(), timeout_s=_OTHERS_AT_CLOSE_S)
+        self._progress.remove_engine(self._turn)
+        if done:
             for group in tuple(self._comms):
                 self.leave(group)
 
@@ -198,7 +215,7 @@ class MPIBackend(Backend):
         comm = self._comms[group]
         flat = input.new_empty(sum(t.numel() for t in outputs))
         arguments = (self._buffer(input), self._vector(flat, [t.numel() for t in outputs]))
-        finish = partial(_spread, flat, outputs)
+        finish = partial(spread, flat, outputs)
         return MPIPending(comm.Iallgatherv(*arguments), (flat, input), finish)
 
     def gather(self, group: Group, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, dst: int) -> Pending:
@@ -208,7 +225,7 @@ class MPIBackend(Backend):
             return MPIPending(comm.Igather(self._buffer(input), None, root), input)
         flat = input.new_empty(input.numel() * group.size)
         arguments = (self._buffer(input), self._buffer(flat), root)
-        return MPIPending(comm.Igather(*arguments), (flat, input), partial(_spread, flat, outputs))
+        return MPIPending(comm.Igather(*arguments), (flat, input), partial(spread, flat, outputs))
 
     def gatherv(self, group: Group, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, dst: int) -> Pending:
         comm = self._comms[group]
@@ -217,14 +234,14 @@ class MPIBackend(Backend):
             return MPIPending(comm.Igatherv(self._buffer(input), None, root), input)
         flat = input.new_empty(sum(t.numel() for t in outputs))
         arguments = (self._buffer(input), self._vector(flat, [t.numel() for t in outputs]), root)
-        return MPIPending(comm.Igatherv(*arguments), (flat, input), partial(_spread, flat, outputs))
+        return MPIPending(comm.Igatherv(*arguments), (flat, input), partial(spread, flat, outputs))
 
     def scatter(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Pending:
         comm = self._comms[group]
         root = group.index(src)
         if group.rank != root or inputs is None:
             return MPIPending(comm.Iscatter(None, self._buffer(output), root), output)
-        flat = _joined(inputs)
+        flat = joined(inputs)
         return MPIPending(comm.Iscatter(self._buffer(flat), self._buffer(output), root), (flat, output))
 
     def scatterv(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Pending:
@@ -232,7 +249,7 @@ class MPIBackend(Backend):
         root = group.index(src)
         if group.rank != root or inputs is None:
             return MPIPending(comm.Iscatterv(None, self._buffer(output), root), output)
-        flat = _joined(inputs)
+        flat = joined(inputs)
         whole = self._vector(flat, [t.numel() for t in inputs])
         return MPIPending(comm.Iscatterv(whole, self._buffer(output), root), (flat, output))
 
@@ -245,7 +262,7 @@ class MPIBackend(Backend):
 
     def reduce_scatter(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str) -> Pending:
         comm = self._comms[group]
-        flat = _joined(inputs)
+        flat = joined(inputs)
         arguments = (self._buffer(flat), self._buffer(output), [t.numel() for t in inputs], self._op(flat.dtype, op))
         finish = partial(_divide, output, group.size) if op == "avg" else None
         return MPIPending(comm.Ireduce_scatter(*arguments), (flat, output), finish)
@@ -271,13 +288,13 @@ class MPIBackend(Backend):
 
     def all_to_all(self, group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
         comm = self._comms[group]
-        flat_in = _joined(inputs)
+        flat_in = joined(inputs)
         flat_out = flat_in.new_empty(sum(t.numel() for t in outputs))
         arguments = (
             self._vector(flat_in, [t.numel() for t in inputs]),
             self._vector(flat_out, [t.numel() for t in outputs]),
         )
-        finish = partial(_spread, flat_out, outputs)
+        finish = partial(spread, flat_out, outputs)
         return MPIPending(comm.Ialltoallv(*arguments), (flat_in, flat_out), finish)
 
     def send(self, group: Group, tensor: torch.Tensor, dst: int, tag: int) -> Pending:
@@ -298,7 +315,8 @@ class MPIBackend(Backend):
 
 def _divide(tensor: torch.Tensor, size: int) -> None:
     with torch.no_grad():
-        tensor.div_(size)
+        # Part by part: torch divides complex numbers less exactly.
+        (torch.view_as_real(tensor) if tensor.is_complex() else tensor).div_(size)
 
 
 def _apart(input: torch.Tensor, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -308,13 +326,3 @@ def _apart(input: torch.Tensor, outputs: Sequence[torch.Tensor]) -> torch.Tensor
         if start < output.data_ptr() + output.nbytes and output.data_ptr() < end:
             return input.clone()
     return input
-
-
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([t.detach().reshape(-1) for t in tensors])
-
-
-def _spread(flat: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for output, part in zip(outputs, torch.split(flat, [t.numel() for t in outputs]), strict=True):
-            output.copy_(part.view_as(output))

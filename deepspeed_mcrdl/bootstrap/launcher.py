@@ -29,6 +29,11 @@ def find_launcher(open_mpi: bool) -> tuple[str, int, int | None] | None:
     return "srun" if under_srun else "mpirun", int(rank), int(size) if size.isdecimal() else None
 
 
+def started_by_mpi() -> bool:
+    """Return whether an MPI launcher, such as mpirun, has started this process."""
+    return any(find_launcher(open_mpi) is not None for open_mpi in (False, True))
+
+
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str], hide_launcher: bool) -> Iterator[None]:
     """Set variables and, if asked to, hide an MPI launcher's; afterwards all are as before."""

@@ -77,7 +77,7 @@ def start(store: Store, rank: int, world_size: int, hosts: Sequence[str]) -> MPI
         source = _choose_source(offers, world_size)
         if source != _INITIALIZED:
             responder = Responder(meeting, offers[0]["kvs"], hosts) if source == _OURS else None
-            _initialize(meeting, responder, source)
+            _initialize(meeting, responder, source, one_host=len(set(hosts)) == 1)
             _world = _World(source, responder, os.getpid())
             atexit.register(stop)
         meeting.exchange("MPI's first communicator", None)
@@ -185,9 +185,12 @@ def _choose_source(offers: list[dict[str, Any]], world_size: int) -> str:
     return _OURS
 
 
-def _initialize(meeting: Meeting, responder: Responder | None, source: str) -> None:
+def _initialize(meeting: Meeting, responder: Responder | None, source: str, one_host: bool) -> None:
     # Read by MPICH when it starts: its Finalize then doesn't wait for the others, which _World.end has done before.
     variables = {"MPIR_CVAR_NO_COLLECTIVE_FINALIZE": "1"}
+    if one_host:
+        # Else the networks below MPI listen on every interface, for ranks on other hosts that there are not.
+        variables |= {name: "lo" for name in ("UCX_NET_DEVICES", "FI_TCP_IFACE") if name not in os.environ}
     if responder is not None:
         fd = responder.start()
         variables |= {"PMI_FD": str(fd), "PMI_RANK": str(meeting.rank), "PMI_SIZE": str(meeting.world_size)}

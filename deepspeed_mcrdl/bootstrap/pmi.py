@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from deepspeed_mcrdl.errors import MCRDLError
-from deepspeed_mcrdl.stores import connection
 
 _MAX_NAME = 256
 _MAX_KEY = 64
 _MAX_VALUE = 1024
 _MAX_LINE = 4096
+MOST_KEYS = 4096  # of one rank; MPICH puts about one for each of its ways to be reached
 _POLL_S = (0.0005, 0.05)
 _FINALIZE_ACK = b"cmd=finalize_ack rc=0\n"
 
@@ -44,7 +44,7 @@ class Meeting:
     """
 
     def __init__(self, store: Store, name: str, rank: int, world_size: int, timeout_s: float) -> None:
-        self.store = connection(store, name)
+        self.store = PrefixStore(name, store)
         self.rank = rank
         self.world_size = world_size
         self._timeout_s = timeout_s
@@ -102,6 +102,7 @@ class Responder:
         self.error: Exception | None = None
         self._meeting = meeting
         self._kvs = kvs
+        self._put_keys: set[str] = set()
         self._known = {"PMI_process_mapping": process_mapping(hosts)}
         self._commands: dict[str, Callable[[dict[str, str]], str]] = {
             "init": lambda _: "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
@@ -164,6 +165,9 @@ class Responder:
         key, value = arguments.get("key", ""), arguments.get("value", "")
         if not key or len(key) > _MAX_KEY or len(value) > _MAX_VALUE or arguments.get("kvsname") != self._kvs:
             return "cmd=put_result rc=-1 msg=bad_put"
+        if key not in self._put_keys and len(self._put_keys) >= MOST_KEYS:
+            return "cmd=put_result rc=-1 msg=too_many_keys"
+        self._put_keys.add(key)
         self._meeting.store.set(f"kvs/{key}", value)
         return "cmd=put_result rc=0 msg=success"
 

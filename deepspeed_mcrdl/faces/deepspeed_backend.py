@@ -7,13 +7,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.constants import default_pg_timeout
 
 from deepspeed_mcrdl import composed
 from deepspeed_mcrdl.config import MCRDLConfig
-from deepspeed_mcrdl.errors import UnsupportedError
+from deepspeed_mcrdl.faces.reduce_ops import know, op_name
 from deepspeed_mcrdl.operations import (
     ALL_GATHER,
     ALL_GATHER_INTO_TENSOR,
@@ -25,39 +24,18 @@ from deepspeed_mcrdl.operations import (
     GATHER,
     RECV,
     REDUCE,
-    REDUCE_OPS,
     REDUCE_SCATTER,
     REDUCE_SCATTER_TENSOR,
     SCATTER,
     SEND,
 )
-from deepspeed_mcrdl.runtime import Runtime
+from deepspeed_mcrdl.runtime import Runtime, for_torch
 from deepspeed_mcrdl.work import Work
 
 # By name: the attribute deepspeed.comm.torch is torch itself.
 stock = importlib.import_module("deepspeed.comm.torch")
 
-# Both enumerations that callers pass, by their members.
-_OP_NAMES: dict[Any, str] = {
-    **{member: name for name in REDUCE_OPS if (member := getattr(ReduceOp, name.upper(), None)) is not None},
-    **{getattr(dist.ReduceOp, name.upper()): name for name in REDUCE_OPS},
-}
-
-
-# Enumerations hash slowly, and callers nearly always pass the members themselves.
-_OP_NAMES_BY_ID = {id(member): name for member, name in _OP_NAMES.items()}
-
-
-def _op_name(op: Any) -> str:
-    name = _OP_NAMES_BY_ID.get(id(op)) or _OP_NAMES.get(op)
-    if name is None:
-        raise UnsupportedError(f"reduce operation {op} is not known; known are {', '.join(REDUCE_OPS)}")
-    return name
-
-
-def _runtime(config: MCRDLConfig) -> Runtime:
-    store = dist.distributed_c10d._get_default_store()
-    return Runtime(config, store, dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+know(ReduceOp)
 
 
 class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
@@ -83,9 +61,9 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         self.reduce_scatter_function = self.get_reduce_scatter_function()
         self.single_gpu_mode = True
         self.init_process_group(backend, timeout, init_method, rank, world_size)
-        self.start(name)
+        self.start(name, timeout)
 
-    def start(self, name: str = "mcrdl") -> None:
+    def start(self, name: str = "mcrdl", timeout: timedelta = default_pg_timeout) -> None:
         """Start the runtime on the initialised torch.distributed; also makes a stock backend object one of ours."""
         self.name = name
         self.initialized = True
@@ -93,41 +71,34 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         self.shm_comm_op = None
         self.has_all_reduce_coalesced = True
         self.has_coalescing_manager = False  # torch's manager would collect calls past the router
-        self._use(_runtime(self.config))
-
-    def _use(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self._issue = runtime.issue
+        self.runtime = for_torch(self.config, timeout)
+        self._issue = self.runtime.issue
 
     def restart(self, config: MCRDLConfig) -> None:
         """Go on with another config, in every group made so far; every rank calls this at the same place."""
-        groups = [group.torch_group for group in self.runtime.groups]
-        self.runtime.close()
         self.config = config
-        self._use(_runtime(config))
-        for group in groups:
-            self.runtime.adopt(group)
+        self.runtime.restart(config)
 
     def all_reduce(
         self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        return self._issue(ALL_REDUCE, group, (tensor, _op_name(op)), async_op)
+        return self._issue(ALL_REDUCE, group, (tensor, op_name(op)), async_op)
 
     def inference_all_reduce(self, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> torch.Tensor:
-        self._issue(ALL_REDUCE, group, (tensor, _op_name(op)))
+        self._issue(ALL_REDUCE, group, (tensor, op_name(op)))
         return tensor
 
     def all_reduce_coalesced(
         self, tensors: list[torch.Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
-        return composed.all_reduce_coalesced(self.runtime, group, tensors, _op_name(op), async_op)
+        return composed.all_reduce_coalesced(self.runtime, group, tensors, op_name(op), async_op)
 
     def reduce(
         self, tensor: torch.Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Any:
         if stock.DS_COMM_REDUCE_OFF:
             return super().reduce(tensor, dst, op, group, async_op)
-        return self._issue(REDUCE, group, (tensor, dst, _op_name(op)), async_op)
+        return self._issue(REDUCE, group, (tensor, dst, op_name(op)), async_op)
 
     def broadcast(self, tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
         if stock.DS_COMM_BROADCAST_OFF:
@@ -193,7 +164,7 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
     ) -> Any:
         if stock.DS_COMM_REDUCE_SCATTER_OFF:
             return super().reduce_scatter(output, input_list, op, group, async_op)
-        return self._issue(REDUCE_SCATTER, group, (output, input_list, _op_name(op)), async_op)
+        return self._issue(REDUCE_SCATTER, group, (output, input_list, op_name(op)), async_op)
 
     def reduce_scatter_tensor(
         self,
@@ -203,7 +174,7 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        return self._issue(REDUCE_SCATTER_TENSOR, group, (output_tensor, input_tensor, _op_name(op)), async_op)
+        return self._issue(REDUCE_SCATTER_TENSOR, group, (output_tensor, input_tensor, op_name(op)), async_op)
 
     def all_to_all_single(
         self,
@@ -272,8 +243,5 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         return mesh
 
     def destroy_process_group(self, group: Any = None) -> Any:
-        if group is None or group is dist.group.WORLD:
-            self.runtime.close()
-        else:
-            self.runtime.forget(group)
+        self.runtime.forget(group)
         return super().destroy_process_group(group)

@@ -3,7 +3,8 @@
 Order of the decision, first hit wins:
 1. the config's rules for the group's kind, then its rules for all groups; in each: operation, family, default;
 2. for "auto" and where no rule speaks: the tuning table, once there is one (`lookup`);
-3. the backend that prefers itself most among those that can do the call.
+3. the backend that prefers itself most among those that can do the call; for GPU tensors those that take them go before
+   those that carry them through host memory.
 A rule's backend that can't do a call is passed over, once with a word in the log.
 """
 
@@ -98,13 +99,15 @@ class Router:
                     warn_once(f"{key}: carried by {name}, because {refused}")
                 return Decision(name, why)
             tried[name] = lack
-        for name in self._backends:
-            if self._lack(name, key) is None:
-                refused = "; ".join(f"{other} {reason}" for other, reason in tried.items())
-                if tried:
-                    warn_once(f"{key}: carried by {name}, because {refused}")
-                return Decision(name, "preference order" if not tried else f"preference order ({refused})")
-            tried.setdefault(name, self._lack(name, key) or "")
+        for staged in (False, True):
+            for name in self._backends:
+                lack = self._lack(name, key, staged)
+                if lack is None:
+                    refused = "; ".join(f"{other} {reason}" for other, reason in tried.items())
+                    if tried:
+                        warn_once(f"{key}: carried by {name}, because {refused}")
+                    return Decision(name, "preference order" if not tried else f"preference order ({refused})")
+                tried.setdefault(name, lack)
         raise UnsupportedError(
             f"no backend in use can do {key}: {'; '.join(f'{name} {lack}' for name, lack in tried.items())}"
         )
@@ -132,10 +135,13 @@ class Router:
                 return rules.default, f"{place}.default"
         return None, ""
 
-    def _lack(self, name: str, key: Key) -> str | None:
+    def _lack(self, name: str, key: Key, staged: bool = True) -> str | None:
+        """Return what a backend lacks for `key`; if `staged`, host memory will do for GPU tensors."""
         if name not in self._backends:
             return "is not in use"
-        return self._backends[name].lacks(key.operation, key.dtype, key.device, key.op)
+        backend = self._backends[name]
+        device = "cpu" if staged and key.device == "cuda" and "cuda" not in backend.devices else key.device
+        return backend.lacks(key.operation, key.dtype, device, key.op)
 
     def map(self, device: str) -> dict[str, list[str]]:
         """Return backend -> what it carries of float32 calls on `device`, for the block printed at the start."""

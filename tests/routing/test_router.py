@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from deepspeed_mcrdl import operations as ops
-from deepspeed_mcrdl.backends.c10d import GlooBackend
+from deepspeed_mcrdl.backends.c10d import GlooBackend, NCCLBackend
 from deepspeed_mcrdl.backends.mpi import MPIBackend
 from deepspeed_mcrdl.config import parse
 from deepspeed_mcrdl.errors import UnsupportedError
@@ -11,10 +11,12 @@ from deepspeed_mcrdl.routing.router import Key, Router
 BACKENDS = {"mpi": MPIBackend, "gloo": GlooBackend}
 
 
-def decide(routing, operation, kind="world", size=1000, dtype=torch.float32, op=None, backends=BACKENDS, **more):
+def decide(
+    routing, operation, kind="world", size=1000, dtype=torch.float32, op=None, backends=BACKENDS, device="cpu", **more
+):
     router = Router(parse({"routing": routing}).routing, backends, **more)
     op = op or ("sum" if operation.reduces else None)
-    return router.decide(Key(operation, kind, dtype, "cpu", op, size))
+    return router.decide(Key(operation, kind, dtype, device, op, size))
 
 
 def test_auto_takes_the_backend_that_prefers_itself_most():
@@ -62,3 +64,15 @@ def test_a_call_that_nobody_can_do_names_all_that_was_tried():
 def test_a_table_speaks_where_no_rule_does():
     assert decide({}, ops.ALL_REDUCE, lookup=lambda key: "gloo").backend == "gloo"
     assert decide({"all_reduce": "mpi"}, ops.ALL_REDUCE, lookup=lambda key: "gloo").backend == "mpi"
+
+
+def test_gpu_tensors_go_to_who_takes_them_or_through_host_memory():
+    on_gpu = {"nccl": NCCLBackend, **BACKENDS}
+    assert decide({}, ops.ALL_REDUCE, device="cuda", backends=on_gpu).backend == "nccl"
+    assert decide({"all_reduce": "mpi"}, ops.ALL_REDUCE, device="cuda", backends=on_gpu).backend == "mpi"
+    assert decide({}, ops.ALL_REDUCE, device="cuda").backend == "mpi"
+    assert decide({}, ops.ALL_REDUCE, device="cpu", backends=on_gpu).backend == "mpi"
+    # what NCCL can't compute
+    decision = decide({}, ops.ALL_REDUCE, device="cuda", dtype=torch.int32, op="bxor", backends=on_gpu)
+    assert decision.backend == "mpi"
+    assert "nccl has no bxor of torch.int32" in decision.why

@@ -1,0 +1,278 @@
+"""GPU tensors on a backend that takes host memory: copied out, carried, and copied back, in stream order.
+
+A call reads what the caller's stream had written when it was made, and whoever waits for it goes on in stream order.
+Making the call blocks nobody: the backend starts it in a later poll, when its data has come, and never before an
+earlier call of the same lane (`Turns`), since the ranks must start those in the same order.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_mcrdl.groups import Group
+from deepspeed_mcrdl.operations import Operation
+from deepspeed_mcrdl.streams import Device
+from deepspeed_mcrdl.work import Pending
+
+Method = Callable[..., Pending]
+
+
+class Turns:
+    """The order in which the calls of one backend start: that of the program within each lane.
+
+    A lane is what the ranks must start in the same order: the collectives of a group, messages with the same tag. This
+    is the order that NCCL keeps on the GPU: a collective runs after the kernels that it needs and after the earlier
+    ones of its communicator, and waits for nothing else.
+
+    Waiting for the copies in the call itself would be simpler, but the kernels before them may be those of another
+    backend's collective, which end only when other ranks come, and these may wait for what this rank does next.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[_Turn] = []
+        self._lock = threading.Lock()
+        self._alive: set[_Staged] = set()
+
+    def take(self, lane: Hashable, start: Callable[[], Pending], ready: Callable[[], bool]) -> _Turn:
+        """Return a call that `start` starts when it is ready and the earlier ones of its lane have started."""
+        turn = _Turn(self, lane, start, ready)
+        self._waiting.append(turn)
+        self.advance()
+        return turn
+
+    def free(self, lane: Hashable) -> bool:
+        """Return whether no call of the lane waits to be started."""
+        return not any(turn.lane == lane for turn in tuple(self._waiting))
+
+    def advance(self) -> None:
+        """Start all calls whose turn it is."""
+        # A thread that finds another one at this has nothing to add. Starting may come back here, too.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            held = set()
+            for turn in tuple(self._waiting):
+                if turn.lane not in held and turn.ready():
+                    turn.start()
+                    self._waiting.remove(turn)
+                else:
+                    held.add(turn.lane)
+        finally:
+            self._lock.release()
+
+    def keep(self, call: _Staged) -> None:
+        """Keep the buffers of `call` until it has ended, even if nobody waits for it any more."""
+        for other in tuple(self._alive):
+            if other.copied_back():
+                self.release(other)
+        self._alive.add(call)
+
+    def release(self, call: _Staged) -> None:
+        """`call` has ended."""
+        self._alive.discard(call)
+
+
+class _Turn(Pending):
+    """A call that starts in its turn."""
+
+    host_driven = True
+
+    def __init__(self, turns: Turns, lane: Hashable, start: Callable[[], Pending], ready: Callable[[], bool]) -> None:
+        self.lane = lane
+        self._turns = turns
+        self._start: Callable[[], Pending] | None = start
+        self._ready = ready
+        self._pending: Pending | None = None
+        self._error: Exception | None = None
+
+    def ready(self) -> bool:
+        try:
+            return self._ready()
+        except Exception as error:  # the device has failed: the call ends with its error when it is started
+            self._error = error
+            return True
+
+    def start(self) -> None:
+        start, self._start = self._start, None  # which holds the arguments
+        if start is None or self._error is not None:
+            return
+        try:
+            self._pending = start()
+        except Exception as error:  # it is this call's, whoever's poll has started it
+            self._error = error
+
+    def poll(self) -> bool:
+        if self._pending is None and self._error is None:
+            self._turns.advance()
+        if self._error is not None:
+            raise self._error
+        return self._pending is not None and self._pending.poll()
+
+    def block(self, limit_s: float) -> None:
+        if self._pending is None:
+            super().block(limit_s)
+        else:
+            self._pending.block(limit_s)
+
+    def source_rank(self) -> int:
+        return super().source_rank() if self._pending is None else self._pending.source_rank()
+
+
+class _Staged(Pending):
+    """A call on host buffers whose results are then copied to the device.
+
+    Args:
+        turn: the call on the host buffers.
+        device: the device that the results go to.
+        stream: the stream to copy on; its work so far comes after all earlier uses of the tensors.
+        results: (tensor on the device, its host buffer) of every output.
+        arguments: whatever else must live until it has ended.
+        turns: what keeps it alive until then.
+    """
+
+    host_driven = True
+    stream_ordered = True
+
+    def __init__(
+        self,
+        turn: _Turn,
+        device: Device,
+        stream: Any,
+        results: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        arguments: Any,
+        turns: Turns,
+    ) -> None:
+        self._turn = turn
+        self._device = device
+        self._stream = stream
+        self._results = results
+        self._arguments = arguments
+        self._turns = turns
+        self._back: Any = None
+
+    def poll(self) -> bool:
+        if not (self.orderable() and self.copied_back()):
+            return False
+        self._end()
+        return True
+
+    def orderable(self) -> bool:
+        if self._back is not None:
+            return True
+        try:
+            if not self._turn.poll():
+                return False
+            with self._device.on(self._stream):
+                for tensor, buffer in self._results:
+                    self._device.copy(tensor, buffer)
+                self._back = self._device.record()
+        except Exception:
+            self._end()
+            raise
+        return True
+
+    def _end(self) -> None:
+        self._turns.release(self)
+        self._results, self._arguments = (), None
+
+    def order(self) -> None:
+        assert self._back is not None, "order() comes after orderable()"
+        self._device.wait(self._back)
+
+    def copied_back(self) -> bool:
+        """Return whether the results are on the device, so that no copy uses the buffers any more."""
+        return self._back is not None and self._device.done(self._back)
+
+    def block(self, limit_s: float) -> None:
+        if self._back is None:
+            self._turn.block(limit_s)
+        else:
+            super().block(limit_s)
+
+    def source_rank(self) -> int:
+        return self._turn.source_rank()
+
+
+def through_host(
+    operation: Operation, method: Method, device_of: Callable[[torch.Tensor], Device | None], turns: Turns
+) -> Method:
+    """Return `method`, which takes host memory, made fit for tensors of a device, strided ones too.
+
+    It blocks nobody. The Pending is done when the results are on the device, and can be ordered by streams as soon as
+    their copying has been issued.
+
+    Args:
+        operation: the operation.
+        method: the backend's method for it.
+        device_of: tensor -> the device it is on, None for host memory, which is handed on as it is.
+        turns: the backend's; its calls on host memory must go through `in_turn`.
+    """
+
+    def call(group: Group, *args: Any) -> Pending:
+        inputs, outputs = operation.tensors(*args)
+        devices = {id(tensor): device for tensor in _tensors(args) if (device := device_of(tensor)) is not None}
+        device = next(iter(devices.values()))
+        buffers = {id(tensor): device.host_buffer(tensor) for tensor in _tensors(args) if id(tensor) in devices}
+        # Only the root of a gather writes; copied back, anything else's buffers would overwrite the outputs.
+        writes = operation.root(*args) in (None, group.ranks[group.rank])
+        sent = {id(tensor): tensor for tensor in (inputs if writes else (*inputs, *outputs)) if id(tensor) in devices}
+        # Each call has a stream of its own, so that no copy waits behind one that can't run yet.
+        stream = device.side_stream()
+        before = device.record()
+        with device.on(stream):
+            device.wait(before)
+            for key, tensor in sent.items():
+                device.copy(buffers[key], tensor)
+            copied = device.record()
+        on_host = [_replaced(argument, buffers) for argument in args]
+        turn = turns.take(
+            _lane(operation, group, args),
+            lambda: method(group, *on_host),
+            (lambda: device.done(copied)) if sent else (lambda: True),
+        )
+        results = {id(tensor): (tensor, buffers[id(tensor)]) for tensor in outputs if id(tensor) in devices}
+        staged = _Staged(turn, device, stream, tuple(results.values()), (args, on_host), turns)
+        turns.keep(staged)
+        return staged
+
+    return call
+
+
+def in_turn(operation: Operation, method: Method, turns: Turns) -> Method:
+    """Return `method`, called on host memory, made not to overtake the staged calls of its lane."""
+
+    def call(group: Group, *args: Any) -> Pending:
+        lane = _lane(operation, group, args)
+        if turns.free(lane):
+            return method(group, *args)
+        return turns.take(lane, lambda: method(group, *args), lambda: True)
+
+    return call
+
+
+def _lane(operation: Operation, group: Group, args: tuple[Any, ...]) -> Hashable:
+    if operation.collective:
+        return group
+    _, peer, tag = args
+    # A receive may be from any rank, so those with one tag stay in order, whoever they are from.
+    return (group, "send", peer, tag) if operation.name == "send" else (group, "recv", tag)
+
+
+def _tensors(argument: Any) -> Iterator[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        yield argument
+    elif isinstance(argument, Sequence) and not isinstance(argument, str):
+        for entry in argument:
+            yield from _tensors(entry)
+
+
+def _replaced(argument: Any, buffers: dict[int, torch.Tensor]) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return buffers.get(id(argument), argument)
+    if isinstance(argument, Sequence) and not isinstance(argument, str):
+        return [_replaced(entry, buffers) for entry in argument]
+    return argument
