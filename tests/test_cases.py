@@ -1,5 +1,6 @@
 """Public bug reports on mixing backends that have no better place; each test names its report."""
 
+import logging
 import threading
 
 import deepspeed.comm as dist
@@ -7,6 +8,12 @@ import pytest
 import torch
 
 import deepspeed_mcrdl as mcrdl
+from deepspeed_mcrdl import messages
+from deepspeed_mcrdl.backends.c10d import GlooBackend
+from deepspeed_mcrdl.config import parse
+from deepspeed_mcrdl.errors import UnsupportedError
+from deepspeed_mcrdl.operations import ALL_REDUCE, SEND
+from deepspeed_mcrdl.routing.router import Key, Router
 from deepspeed_mcrdl.runtime import current
 from tests.programs import use
 
@@ -151,3 +158,47 @@ def _overlapping():
 
 def test_overlapping_groups_whose_members_meet_in_different_orders(ranks):
     ranks(3).run(_overlapping)
+
+
+def _averages():
+    cdb = use({})
+    rank, n = cdb.get_rank(), cdb.get_world_size()
+    group = cdb.new_group([0, 2])
+    for backend in ("mpi", "gloo"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            tensor = torch.full((5,), 3.0 * rank, dtype=dtype)
+            mcrdl.all_reduce(tensor, "avg", backend=backend)
+            assert (tensor == 3.0 * (n - 1) / 2).all()
+            if rank != 1:
+                tensor = torch.full((5,), 3.0 * rank, dtype=dtype)
+                mcrdl.all_reduce(tensor, "avg", group=group, backend=backend)
+                assert (tensor == 3.0).all()
+        with pytest.raises(UnsupportedError, match=r"has no avg of torch\.int64"):
+            mcrdl.all_reduce(torch.ones(5, dtype=torch.int64), "avg", backend=backend)
+
+
+def test_an_average_divides_by_the_size_of_the_group(ranks):
+    # pytorch 162338, torchcomms PR 287: summed, or divided by the wrong number. Of integers it is refused.
+    ranks(3).run(_averages)
+
+
+def test_a_backend_without_messages_leaves_them_to_another_and_says_so_once(caplog):
+    # DeepSpeed 5313: a backend lacks send and recv, and the pipeline fails late
+    class Collectives(GlooBackend):
+        name = "collectives"
+
+        @classmethod
+        def lacks(cls, operation, dtype, device, op):
+            return "has no messages" if not operation.collective else super().lacks(operation, dtype, device, op)
+
+    router = Router(parse({"routing": {"default": "auto"}}).routing, {"collectives": Collectives, "gloo": GlooBackend})
+    with caplog.at_level(logging.WARNING, logger="deepspeed_mcrdl"):
+        messages.logger.propagate = True
+        for _ in range(3):
+            decision = router.decide(Key(SEND, "pipeline_parallel", torch.float32, "cpu"))
+    assert decision.backend == "gloo"
+    said = [record.message for record in caplog.records]
+    assert said == [
+        "send float32 cpu on a pipeline_parallel group: carried by gloo, because collectives has no messages"
+    ]
+    assert router.decide(Key(ALL_REDUCE, "world", torch.float32, "cpu", "sum")).backend == "collectives"

@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", type=options.names, default=["auto"], help="comma-separated; auto: all usable")
     parser.add_argument("--sizes", type=options.sizes, default="256,64K,1M", help="bytes: 256,64K,1M or 256:16M")
     parser.add_argument("--iterations", type=options.at_least(1), default=1000, help="timed calls of each kind")
+    parser.add_argument("--checked", action="store_true", help="what the ranks' comparing of calls adds, too")
     parser.add_argument("--json", type=options.output_file, metavar="FILE", help="write the rows here")
 
 
@@ -73,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
     names = usable if args.backends == ["auto"] else args.backends
     rows = []
     for name in names:
-        face.restart(parse({"routing": {"default": name}, "banner": False}))
+        face.restart(parse({"routing": {"default": name}, "checked": args.checked, "banner": False}))
         for size in args.sizes:
             rows += [_measure(face, name, size, case, args.iterations) for case in _cases(face, name, size)]
     if face.get_rank() == 0:

@@ -89,6 +89,7 @@ def _sample(world_size):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_sample_of_the_matrix(ranks, world_size):
+    # pytorch 111131: bf16 is refused, or silently wrong, by some backends and reduce operations
     ranks(world_size).run(_run, _sample(world_size), timeout_s=240)
 
 
