@@ -121,12 +121,15 @@ class _ComparedMessage(Pending):
         self._key = key
         self._content = content(tensor)
         self._where = where
+        self._arrived = False
         self.host_driven = pending.host_driven
         self.stream_ordered = pending.stream_ordered
 
     def poll(self) -> bool:
         self._compare()
-        return self._pending.poll()
+        # The store is told before the message is sent, but may hear of it after the message has come.
+        self._arrived = self._arrived or self._pending.poll()
+        return self._arrived and self._store is None
 
     def _compare(self) -> None:
         if self._store is not None and self._store.check([self._key]):
@@ -141,7 +144,7 @@ class _ComparedMessage(Pending):
 
     def orderable(self) -> bool:
         self._compare()
-        return self._pending.orderable()
+        return self._store is None and self._pending.orderable()
 
     def order(self) -> None:
         self._pending.order()

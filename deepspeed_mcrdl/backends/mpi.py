@@ -169,6 +169,8 @@ class MPIBackend(Backend):
         if done:
             for group in tuple(self._comms):
                 self.leave(group)
+        else:
+            bootstrap.give_up_peers()
 
     def _buffer(self, tensor: torch.Tensor) -> list[Any]:
         return [self._from_address(tensor.data_ptr(), tensor.nbytes), self._types[tensor.dtype]]

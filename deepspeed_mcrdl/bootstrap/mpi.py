@@ -103,6 +103,12 @@ def stop() -> None:
         world.end()
 
 
+def give_up_peers() -> None:
+    """Don't wait for the others at the end: they have just been waited for in vain."""
+    if _world is not None:
+        _world.given_up = True
+
+
 @dataclass
 class _World:
     """The MPI world that `start` began, and how it ends."""
@@ -111,6 +117,7 @@ class _World:
     responder: Responder | None
     pid: int
     farewell_comm: MPI.Comm | None = None
+    given_up: bool = False
 
     def end(self) -> None:
         library = load()
@@ -130,6 +137,8 @@ class _World:
 
         # An MPI launcher ends the job itself when a rank dies, and kills the late ones when one leaves before them.
         patient = self.responder is None and not hasattr(sys, "last_value")
+        if self.given_up and not patient:
+            return False
         deadline = time.monotonic() + _PEERS_TIMEOUT_S
         try:
             request = self.farewell_comm.Ibarrier()
