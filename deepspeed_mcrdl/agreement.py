@@ -6,13 +6,19 @@ It does not presume that any backend works. Every rank comes to the same result 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from deepspeed_mcrdl.backends.base import Backend, Job, installed
+from torch._C._distributed_c10d import Store
+
+from deepspeed_mcrdl.backends.base import Backend, Job, classes_of, installed
 from deepspeed_mcrdl.config import AUTO, MCRDLConfig
-from deepspeed_mcrdl.errors import ConfigError, MCRDLError, suggest
+from deepspeed_mcrdl.errors import ConfigError, MCRDLError, TableError, suggest
 from deepspeed_mcrdl.messages import logger
-from deepspeed_mcrdl.stores import exchange
+from deepspeed_mcrdl.routing.shelf import Found, find_table
+from deepspeed_mcrdl.routing.table import Fingerprint, Table
+from deepspeed_mcrdl.stores import exchange, from_rank_0
 
 
 def agree(config: MCRDLConfig, job: Job) -> tuple[dict[str, Backend], dict[str, str]]:
@@ -48,6 +54,31 @@ def agree(config: MCRDLConfig, job: Job) -> tuple[dict[str, Backend], dict[str, 
     if not started:
         raise MCRDLError(f"no backend could be started: {'; '.join(f'{n}: {r}' for n, r in left_out.items())}")
     return started, left_out
+
+
+def agree_on_table(
+    config: MCRDLConfig, store: Store, rank: int, backends: Mapping[str, Backend], timeout_s: float
+) -> Found | None:
+    """Return rank 0's tuning table, on every rank the same one whatever files the other ranks have.
+
+    Raises:
+        TableError: on every rank, if rank 0 can't use the table that the config names.
+    """
+
+    def load() -> dict[str, Any]:
+        here = Fingerprint.here(classes_of(backends))
+        try:
+            found = find_table(config.tuning, here)
+        except TableError as error:
+            return {"error": str(error)}
+        if found is None:
+            return {}
+        return {"path": str(found.path), "table": found.table.model_dump(mode="json"), "fits": found.fits}
+
+    told = from_rank_0(store, "table", rank, load, timeout_s)
+    if "error" in told:
+        raise TableError(told["error"])
+    return Found(Path(told["path"]), Table.model_validate(told["table"]), told["fits"]) if told else None
 
 
 def why_unusable(cls: type[Backend]) -> str | None:

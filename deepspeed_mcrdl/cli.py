@@ -7,24 +7,24 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed_mcrdl import __version__
-from deepspeed_mcrdl.errors import MCRDLError
+from deepspeed_mcrdl.errors import ConfigError, MCRDLError, rank_label
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0 right, 1 a result was wrong or a run failed, 2 a user's mistake."""
     argv = sys.argv[1:] if argv is None else argv
-    args = _parser(with_benchmarks="bench" in argv).parse_args(argv)
+    args = _parser(measures=bool({"bench", "tune"} & set(argv))).parse_args(argv)
     try:
         status: int = args.run(args)
     except MCRDLError as error:
-        print(f"mcrdl: error: {error}", file=sys.stderr)
+        print(f"mcrdl: error: {rank_label()}{error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 1
     return status
 
 
-def _parser(with_benchmarks: bool) -> argparse.ArgumentParser:
+def _parser(measures: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mcrdl", description="Mix-and-match communication backends for DeepSpeed (MCR-DL)."
     )
@@ -32,6 +32,8 @@ def _parser(with_benchmarks: bool) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     report = commands.add_parser("report", help="one line for each backend: usable or why not, and versions")
+    report.add_argument("--routes", action="store_true", help="which backend carries which operation and size, and why")
+    report.add_argument("config", nargs="?", metavar="ds_config.json", help="with --routes: the job's config")
     report.set_defaults(run=_report)
 
     validate = commands.add_parser("validate", help="check a ds_config.json before a job is started")
@@ -41,17 +43,20 @@ def _parser(with_benchmarks: bool) -> argparse.ArgumentParser:
     schema = commands.add_parser("schema", help='print the JSON Schema of the "mcrdl" block')
     schema.set_defaults(run=_schema)
 
-    bench = commands.add_parser("bench", help="benchmarks: train, overhead")
-    if with_benchmarks:  # they import torch, which the other commands need not wait for
+    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead")
+    tune = commands.add_parser("tune", help="measure the backends and write the tuning table that jobs go by")
+    if measures:  # these import torch, which the other commands need not wait for
         _add_benchmarks(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))
+        _add_tune(tune)
     return parser
 
 
 def _add_benchmarks(bench: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from deepspeed_mcrdl.bench import overhead, train
+    from deepspeed_mcrdl.bench import ops, overhead, train
 
     for name, module, text in (
         ("train", train, "throughput of real training for each backend"),
+        ("ops", ops, "every operation by size and backend"),
         ("overhead", overhead, "what routing adds to a call"),
     ):
         parser = bench.add_parser(name, help=text, description=module.__doc__)
@@ -59,10 +64,40 @@ def _add_benchmarks(bench: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.set_defaults(run=module.main)
 
 
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    from deepspeed_mcrdl.tuning import sweep
+
+    parser.description = sweep.__doc__
+    sweep.add_arguments(parser)
+    parser.set_defaults(run=sweep.main)
+
+
 def _report(args: argparse.Namespace) -> int:
     from deepspeed_mcrdl.report import report
 
+    if args.routes:
+        return _routes(args)
+    if args.config is not None:
+        raise ConfigError("a config is for --routes; `mcrdl validate` checks one")
     print(report())
+    return 0
+
+
+def _routes(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from deepspeed_mcrdl.report import routes
+
+    found = routes(args.config)
+    shown = Table(title="which backend carries what (float32, CPU)")
+    for title in ("operation", "group", "mesh", "bytes", "backend", "why"):
+        shown.add_column(title)
+    for row in found.rows:
+        shown.add_row(*row)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(shown)
+    console.print(f"table: {found.table}", soft_wrap=True)
     return 0
 
 

@@ -41,7 +41,8 @@ class SizeRule(BaseModel):
 Rule = str | tuple[SizeRule, ...]
 
 
-def _check_size_list(name: str, rule: Rule) -> None:
+def check_size_list(name: str, rule: Rule) -> None:
+    """Raise ValueError if a size list is empty, does not grow or does not end with a step for all the rest."""
     if isinstance(rule, str):
         return
     if not rule:
@@ -72,7 +73,7 @@ class Rules(BaseModel):
             if name not in RULE_NAMES:
                 raise ValueError(f'unknown operation "{name}".{suggest(name, [*RULE_NAMES, "default", "groups"])}')
         for name, rule in self.all():
-            _check_size_list(name, rule)
+            check_size_list(name, rule)
         return self
 
     @property
@@ -113,23 +114,10 @@ class Routing(Rules):
         return super().backends().union(*(rules.backends() for rules in self.groups.values()))
 
 
-class MCRDLConfig(BaseModel):
-    """The "mcrdl" block."""
+class Block(BaseModel):
+    """A block whose unknown keys are answered with the right word."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-    backends: Literal["auto"] | tuple[str, ...] = Field(
-        default="auto", description='backends to start; "auto": all that are usable on every rank'
-    )
-    routing: Routing = Routing()
-    timeout_s: float | None = Field(
-        default=None,
-        gt=0,
-        description="seconds after which an unfinished call is an error; null: the timeout given when communication "
-        "was started, which is 30 minutes by default",
-    )
-    checked: bool = Field(default=False, description="whether the ranks compare each call before data moves")
-    banner: bool = Field(default=True, description="whether rank 0 prints backends and routes at the start")
 
     @model_validator(mode="before")
     @classmethod
@@ -139,6 +127,47 @@ class MCRDLConfig(BaseModel):
                 if key not in cls.model_fields:
                     raise ValueError(f'unknown key "{key}".{suggest(str(key), cls.model_fields)}')
         return block
+
+
+class Tuning(Block):
+    """Which measured choices "auto" goes by, and whether it measures while the job runs."""
+
+    table: str | None = Field(
+        default=AUTO,
+        description='path of a tuning table on rank 0; "auto": the newest one made on a machine like this; null: none',
+    )
+    strict: bool = Field(default=False, description="whether a named table that was made elsewhere is an error")
+    mode: Literal["off", "online"] = Field(
+        default="off", description='"online": try the backends in the job\'s own calls, then keep the best'
+    )
+    trials: int = Field(default=8, ge=1, description="timed calls of each backend for each kind of call, online")
+    retune_every: int | None = Field(
+        default=None, ge=1, description="try again after so many calls of a kind, online; null: never"
+    )
+    output: str | None = Field(
+        default=None, description="where online tuning writes its table; null: the user's folder of tables"
+    )
+    record: str | None = Field(
+        default=None, description="file for what calls the job makes, for `mcrdl tune --from-log`; null: none"
+    )
+
+
+class MCRDLConfig(Block):
+    """The "mcrdl" block."""
+
+    backends: Literal["auto"] | tuple[str, ...] = Field(
+        default="auto", description='backends to start; "auto": all that are usable on every rank'
+    )
+    routing: Routing = Routing()
+    tuning: Tuning = Tuning()
+    timeout_s: float | None = Field(
+        default=None,
+        gt=0,
+        description="seconds after which an unfinished call is an error; null: the timeout given when communication "
+        "was started, which is 30 minutes by default",
+    )
+    checked: bool = Field(default=False, description="whether the ranks compare each call before data moves")
+    banner: bool = Field(default=True, description="whether rank 0 prints backends and routes at the start")
 
     @model_validator(mode="after")
     def _routes_use_listed_backends(self) -> MCRDLConfig:

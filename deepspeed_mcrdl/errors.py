@@ -17,6 +17,10 @@ class ConfigError(MCRDLError):
     """The "mcrdl" block, or what the ranks make of it together, is wrong."""
 
 
+class TableError(ConfigError):
+    """A tuning table can't be read, is none, or was made elsewhere and "strict" is set."""
+
+
 class CallError(MCRDLError):
     """A communication call that no backend could carry out rightly: wrong shapes, dtypes, ranks or splits."""
 

@@ -116,7 +116,7 @@ class Groups:
     def __init__(self, store: Store, rank: int, hosts: Sequence[str]) -> None:
         self._store: Store | None = store
         self._rank = rank
-        self._hosts = tuple(hosts)
+        self.hosts = tuple(hosts)
         self._by_torch_group: dict[Any, Group] = {}
         self._names: Counter[str] = Counter()
 
@@ -134,7 +134,7 @@ class Groups:
             rank=list(ranks).index(self._rank),
             name=name,
             number=_number(self.store, f"{name}/{self._names[name]}"),
-            mesh=mesh_of(ranks, self._hosts),
+            mesh=mesh_of(ranks, self.hosts),
             torch_group=torch_group,
         )
         self._by_torch_group.setdefault(None, group)

@@ -10,25 +10,33 @@ import atexit
 import itertools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from deepspeed_mcrdl.agreement import agree
+from deepspeed_mcrdl.agreement import agree, agree_on_table
 from deepspeed_mcrdl.arrivals import Arrivals
-from deepspeed_mcrdl.backends.base import START_TIMEOUT_S, Backend, Job
+from deepspeed_mcrdl.backends.base import START_TIMEOUT_S, Backend, Job, classes_of
 from deepspeed_mcrdl.checked import Checked
 from deepspeed_mcrdl.config import AUTO, MCRDLConfig
 from deepspeed_mcrdl.errors import failed
 from deepspeed_mcrdl.groups import Group, Groups
+from deepspeed_mcrdl.machine import cores
 from deepspeed_mcrdl.messages import logger, set_up
-from deepspeed_mcrdl.observe.log import CommunicationLog
+from deepspeed_mcrdl.observe.log import timed
+from deepspeed_mcrdl.observe.record import ENVIRONMENT as RECORD
+from deepspeed_mcrdl.observe.record import CallRecord
 from deepspeed_mcrdl.operations import Operation
+from deepspeed_mcrdl.routing.memory import Memory
+from deepspeed_mcrdl.routing.online import Online, Trial, Verdict
 from deepspeed_mcrdl.routing.router import Key, Router
+from deepspeed_mcrdl.routing.table import Fingerprint, Lookup
 from deepspeed_mcrdl.safety import Call, MonitoredBarrier, Progress
 from deepspeed_mcrdl.stores import exchange, second_connection
 from deepspeed_mcrdl.streams import device_of
@@ -42,6 +50,13 @@ _started = itertools.count()
 _current: Runtime | None = None
 
 
+class Observer(Protocol):
+    """Sees every call of a runtime."""
+
+    def timed(self, call: Call, args: tuple[Any, ...], carry: Callable[[], Work | None]) -> Work | None:
+        """Return what `carry`, which carries the call out, returns."""
+
+
 class Route(NamedTuple):
     """What a key leads to.
 
@@ -51,6 +66,8 @@ class Route(NamedTuple):
         check: run before every call, where the key alone does not vouch for the arguments.
         backend: name of the backend.
         collective: whether the call counts as a collective of its group.
+        trial: what says at each call which of `choices` carries it, while backends are tried.
+        choices: backend -> method.
     """
 
     method: Method
@@ -58,6 +75,8 @@ class Route(NamedTuple):
     check: Callable[..., None] | None
     backend: str
     collective: bool
+    trial: Trial | None = None
+    choices: Mapping[str, Method] = {}
 
 
 class Runtime:
@@ -79,6 +98,8 @@ class Runtime:
         self, config: MCRDLConfig, store: Store, rank: int, world_size: int, world: Any, timeout: timedelta
     ) -> None:
         self.rank, self.world_size = rank, world_size
+        self._observers: tuple[Observer, ...] = ()
+        self._record: CallRecord | None = None
         self._store, self._quick_store = store, second_connection(store)
         self._timeout_s = timeout.total_seconds()
         set_up(rank)
@@ -94,26 +115,43 @@ class Runtime:
         store, quick_store = PrefixStore(prefix, self._store), PrefixStore(prefix, self._quick_store)
         hosts = exchange(quick_store, "hosts", rank, world_size, socket.gethostname(), max(timeout_s, START_TIMEOUT_S))
         self._arrivals = Arrivals(quick_store, rank)
-        crowded = hosts.count(hosts[rank]) > len(os.sched_getaffinity(0))
+        crowded = hosts.count(hosts[rank]) > cores()
         self.progress = Progress(timeout_s, self._arrivals, crowded)
         self.groups = Groups(store, rank, hosts)
         self.groups.add(world, range(world_size), "world")
-        self.backends, self.left_out = agree(config, Job(store, quick_store, rank, world_size, hosts, self.progress))
+        self._routes: dict[tuple[Any, ...], Route] = {}
         self._turns: dict[str, Turns] = {}
         self._joined: set[tuple[str, Group]] = set()
+        self._online = self._memory = None
+        self.backends, self.left_out = agree(config, Job(store, quick_store, rank, world_size, hosts, self.progress))
         self._close_at_exit = self.close
         atexit.register(self._close_at_exit)
         self.adopt(world)
-        self.router = Router(config.routing, {name: type(backend) for name, backend in self.backends.items()})
+        self.table = agree_on_table(config, quick_store, rank, self.backends, self.progress.timeout_s)
+        self.router = Router(
+            config.routing, classes_of(self.backends), Lookup(self.table.table) if self.table else None
+        )
         self.monitored_barrier = MonitoredBarrier(self.groups, self.progress)
-        self.log: CommunicationLog | None = None
+        if config.tuning.mode == "online":
+            self._online, self._memory = self._tune_online(quick_store)
         self._checked = Checked(quick_store, rank, self.progress) if config.checked else None
-        self._routes: dict[tuple[Any, ...], Route] = {}
         if any("cuda" in backend.devices for backend in self.backends.values()):
             self.progress.drive_in_background()  # a host that waits in CUDA, as in tensor.item(), drives nothing
+        path = os.environ.get(RECORD, config.tuning.record)
+        if path and rank == 0:
+            self._record = CallRecord(Path(path))
+            self.observe(self._record)
         _current = self
         if config.banner and rank == 0:
             logger.info("%s", self.describe())
+
+    def _tune_online(self, store: Store) -> tuple[Online, Memory]:
+        tuning = self.config.tuning
+        memory = Memory(tuning, self.world_size, Fingerprint.here(classes_of(self.backends)), self.table)
+        online = Online(
+            self.router, tuning.trials, tuning.retune_every, store, self.progress, memory.knows, self._settled
+        )
+        return online, memory
 
     def restart(self, config: MCRDLConfig) -> None:
         """Go on with another config, in every group made so far; every rank calls this at the same place."""
@@ -156,17 +194,38 @@ class Runtime:
         route = self._routes.get(key)
         if route is None:
             route = self._routes[key] = self._route(operation, self.groups.of(torch_group), args, backend)
-        method, group, check, backend, collective = route
+        method, group, check, backend, collective, trial, choices = route
         if check is not None:
             check(group, *args)
         if collective:
             group.calls = number = group.calls + 1
         else:
             number = args[1]
+        report = None
+        if trial is not None:
+            backend, report = trial.next()
+            method = choices[backend]
         call = Call(operation, group, backend, number)
-        if self.log is not None:
-            return self.log.timed(call, args, lambda: self._carry(method, call, args, async_op))
+        if report is not None or self._observers:
+            return self._observed(method, call, args, async_op, report)
         return self._carry(method, call, args, async_op)
+
+    def _observed(
+        self,
+        method: Method,
+        call: Call,
+        args: tuple[Any, ...],
+        async_op: bool,
+        report: Callable[[float], None] | None,
+    ) -> Work | None:
+        def carry() -> Work | None:
+            return self._carry(method, call, args, async_op)
+
+        if report is not None:
+            carry = partial(_reported, carry, report)
+        for observer in self._observers:
+            carry = partial(observer.timed, call, args, carry)
+        return carry()
 
     def _carry(self, method: Method, call: Call, args: tuple[Any, ...], async_op: bool) -> Work | None:
         try:
@@ -184,7 +243,17 @@ class Runtime:
 
     def _route(self, operation: Operation, group: Group, args: tuple[Any, ...], wish: str) -> Route:
         operation.check(group, *args)
-        backend = self.backends[self.router.decide(key_of(operation, group, args), wish).backend]
+        key = key_of(operation, group, args)
+        trial = self._online.trial(key, group) if self._online is not None and wish == AUTO else None
+        if trial is not None and trial.verdict is not None and trial.over:
+            wish, trial = trial.verdict.backend, None
+        names = [self.router.decide(key, wish).backend] if trial is None else trial.candidates
+        choices = {name: self._method(self.backends[name], operation, group, args) for name in names}
+        check = None if operation.checked_once(*args) else operation.check
+        return Route(choices[names[0]], group, check, names[0], operation.collective, trial, choices)
+
+    def _method(self, backend: Backend, operation: Operation, group: Group, args: tuple[Any, ...]) -> Method:
+        """Return how `backend` carries calls like this one, with all that they need before and after."""
         if operation.collective:
             self._join(backend, group)
         method = backend.method(operation)
@@ -197,14 +266,22 @@ class Runtime:
                 method = through_contiguous(operation, method)
             if torch.cuda.is_available() and "cuda" not in backend.devices:
                 method = in_turn(operation, method, turns)
-        if self._checked is not None:
-            method = self._checked.around(operation, backend.name, method)
-        check = None if operation.checked_once(*args) else operation.check
-        return Route(method, group, check, backend.name, operation.collective)
+        return method if self._checked is None else self._checked.around(operation, backend.name, method)
 
-    def observe(self, log: CommunicationLog | None) -> None:
-        """Record every call from now on in `log`; None stops recording."""
-        self.log = log
+    def _settled(self, trial: Trial, verdict: Verdict) -> None:
+        """A trial is over: its calls take the backend that stays, and the table for the next job is written."""
+        if trial.over:
+            self._routes = {key: route for key, route in self._routes.items() if route.trial is not trial}
+        if self._memory is not None and trial.group.rank == 0:
+            self._memory.note(trial, verdict, self._online.counts() if self._online else (1, 1))
+
+    def observe(self, observer: Observer) -> None:
+        """Show every call from now on to `observer`."""
+        self._observers = (*self._observers, observer)
+
+    def ignore(self, observer: Observer) -> None:
+        """Show it no more calls."""
+        self._observers = tuple(other for other in self._observers if other is not observer)
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         """Make a torch process group and its communicators in every backend; every rank of the world calls this."""
@@ -239,6 +316,8 @@ class Runtime:
             for backend in self.backends.values():
                 backend.leave(group)
                 self._joined.discard((backend.name, group))
+            if self._online is not None:
+                self._online.forget(group)
             self._routes = {key: route for key, route in self._routes.items() if route.group is not group}
 
     def close(self) -> None:
@@ -251,6 +330,10 @@ class Runtime:
 
     def _stop(self) -> None:
         atexit.unregister(self._close_at_exit)
+        if self._record is not None:
+            self.ignore(self._record)
+            self._record.write()
+            self._record = None
         backends, self.backends = self.backends, {}
         self._routes.clear()
         for backend in reversed(backends.values()):
@@ -266,10 +349,11 @@ class Runtime:
         lines = [
             f"{self.world_size} ranks on {mesh.nodes} host{'s' if mesh.nodes > 1 else ''}, {len(self.groups)} group"
         ]
-        lines += [f"backend {name}: {type(backend).version()}" for name, backend in self.backends.items()]
+        for name, backend in self.backends.items():
+            lines.append(f"backend {name}: {', '.join(filter(None, (type(backend).version(), backend.details())))}")
         lines += [f"left out {name}: {reason}" for name, reason in self.left_out.items()]
-        lines += [f"route {name}: {', '.join(what)}" for name, what in self.router.map(device).items()]
-        lines += ["table: none"]
+        lines += [f"route {name}: {', '.join(what)}" for name, what in self.router.map(device, mesh).items()]
+        lines += [f"table: {self.table.path} ({self.table.table.made})" if self.table else "table: none"]
         return "\n  ".join(lines)
 
 
@@ -288,6 +372,15 @@ def for_torch(config: MCRDLConfig, timeout: timedelta) -> Runtime:
     return _current
 
 
+def _reported(carry: Callable[[], Work | None], report: Callable[[float], None]) -> Work | None:
+    """Report the seconds that the caller spends in the call and, if it is asynchronous, in its first wait."""
+    spent: list[float] = []
+    work = timed(carry, spent.append, lambda seconds: report(spent.pop() + seconds) if spent else None)
+    if work is None:
+        report(spent.pop())
+    return work
+
+
 def key_of(operation: Operation, group: Group, args: tuple[Any, ...]) -> Key:
     """Return what the route of a call may depend on."""
     inputs, outputs = operation.tensors(*args)
@@ -299,4 +392,5 @@ def key_of(operation: Operation, group: Group, args: tuple[Any, ...]) -> Key:
         device=None if tensor is None else tensor.device.type,
         op=args[-1] if operation.reduces else None,
         bytes=operation.routed_bytes(group, args),
+        mesh=group.mesh,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -40,6 +41,21 @@ def exchange(store: Store, key: str, rank: int, world_size: int, value: Any, tim
     _wait(store, [f"{prefix}/all"], key, timeout_s)
     result: list[Any] = json.loads(store.get(f"{prefix}/all"))
     return result
+
+
+def from_rank_0(store: Store, key: str, rank: int, make: Callable[[], Any], timeout_s: float) -> Any:
+    """Return on every rank what `make` returns on rank 0 (JSON).
+
+    Raises:
+        CallTimeoutError: after `timeout_s` without it.
+    """
+    name = f"exchange/{key}/all"
+    if rank == 0:
+        value = make()
+        store.set(name, json.dumps(value))
+        return value
+    _wait(store, [name], key, timeout_s)
+    return json.loads(store.get(name))
 
 
 def _wait(store: Store, keys: list[str], what: str, timeout_s: float) -> None:

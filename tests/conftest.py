@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from deepspeed_mcrdl.routing.shelf import ENVIRONMENT
 from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let no tuning table of this machine, the user's or a shipped one, have a say in the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENVIRONMENT, str(tmp_path_factory.mktemp("tables")))
+        yield
 
 
 @pytest.fixture(scope="session")

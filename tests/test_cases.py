@@ -9,11 +9,14 @@ import torch
 
 import deepspeed_mcrdl as mcrdl
 from deepspeed_mcrdl import messages
+from deepspeed_mcrdl.backends.base import classes_of
 from deepspeed_mcrdl.backends.c10d import GlooBackend
 from deepspeed_mcrdl.config import parse
 from deepspeed_mcrdl.errors import UnsupportedError
 from deepspeed_mcrdl.operations import ALL_REDUCE, SEND
 from deepspeed_mcrdl.routing.router import Key, Router
+from deepspeed_mcrdl.routing.shelf import ENVIRONMENT
+from deepspeed_mcrdl.routing.table import Fingerprint, Table
 from deepspeed_mcrdl.runtime import current
 from tests.programs import use
 
@@ -202,3 +205,39 @@ def test_a_backend_without_messages_leaves_them_to_another_and_says_so_once(capl
         "send float32 cpu on a pipeline_parallel group: carried by gloo, because collectives has no messages"
     ]
     assert router.decide(Key(ALL_REDUCE, "world", torch.float32, "cpu", "sum")).backend == "collectives"
+
+
+def _conflicting_tables(folder):
+    rank = dist.get_rank()
+    own = folder / str(rank)
+    own.mkdir()
+    backend = ("mpi", "gloo")[rank % 2]
+    entry = {"operation": "all_reduce", "dtype": "float", "device": "cpu", "mesh": current().groups.world.mesh}
+    here = Fingerprint.here(classes_of(current().backends))
+    steps = ({"backend": backend},)
+    table = Table(
+        made=f"2026-12-0{rank + 1}",
+        how="a test",
+        fingerprint=here,
+        entries=({**entry, "steps": steps, "unsized": backend},),
+    )
+    table.write(own / "table.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ENVIRONMENT, str(own))
+        use({})
+    key = Key(ALL_REDUCE, "world", torch.float32, "cpu", "sum", 4000, current().groups.world.mesh)
+    decision = current().router.decide(key)
+    for count in (1, 1000):
+        tensor = torch.ones(count)
+        dist.all_reduce(tensor)
+        assert (tensor == dist.get_world_size()).all()
+    return decision, str(current().table.path)
+
+
+def test_ranks_with_conflicting_tables_use_that_of_rank_0(ranks, tmp_path):
+    # sgl-project 35343, flashinfer 3186: ranks tune alone, choose differently and deadlock
+    first, *others = ranks(3).run(_conflicting_tables, tmp_path)
+    assert first[0].backend == "mpi"
+    assert first[0].why == "table, all sizes"
+    assert first[1] == str(tmp_path / "0" / "table.json")
+    assert all(other == first for other in others)

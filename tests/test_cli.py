@@ -27,7 +27,7 @@ def test_both_commands_answer():
 def test_the_schema_is_json_schema(capsys):
     assert cli.main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert set(schema["properties"]) == {"backends", "routing", "timeout_s", "checked", "banner"}
+    assert set(schema["properties"]) == {"backends", "routing", "tuning", "timeout_s", "checked", "banner"}
 
 
 @pytest.mark.parametrize(

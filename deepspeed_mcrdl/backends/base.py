@@ -127,6 +127,10 @@ class Backend(ABC):
             return f"can't move {dtype}"
         return None
 
+    def details(self) -> str:
+        """Return what there is to say of it beside its version, such as how it was started."""
+        return ""
+
     def method(self, operation: Operation) -> Callable[..., Pending]:
         """Return the bound method that carries `operation`."""
         method: Callable[..., Pending] = getattr(self, operation.name)
@@ -168,6 +172,11 @@ def spread(flat: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for output, part in zip(outputs, torch.split(flat, [t.numel() for t in outputs]), strict=True):
             output.copy_(part.view_as(output))
+
+
+def classes_of(backends: Mapping[str, Backend]) -> dict[str, type[Backend]]:
+    """Return name -> class of started backends."""
+    return {name: type(backend) for name, backend in backends.items()}
 
 
 def installed() -> dict[str, type[Backend]]:

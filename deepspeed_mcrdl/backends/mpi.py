@@ -129,6 +129,10 @@ class MPIBackend(Backend):
     def version(cls) -> str:
         return bootstrap.describe()
 
+    def details(self) -> str:
+        source = bootstrap.started_by()
+        return source and f"started by {source}"
+
     def __init__(self, job: Job) -> None:
         self._world = bootstrap.start(job.quick_store, job.rank, job.world_size, job.hosts)
         from mpi4py import MPI

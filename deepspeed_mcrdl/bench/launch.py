@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from deepspeed_mcrdl.machine import cores
+
 _POLL_S = 0.05
 _GRACE_S = 5.0
 
@@ -35,7 +37,7 @@ def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks))),
     }
 
 

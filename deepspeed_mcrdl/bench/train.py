@@ -8,7 +8,6 @@ exit status is 1. A round's tokens/s is the tokens of a step by the median step 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
@@ -27,7 +26,9 @@ from deepspeed_mcrdl.bench import options
 from deepspeed_mcrdl.bench.launch import free_port
 from deepspeed_mcrdl.bench.results import write_json
 from deepspeed_mcrdl.bench.workloads import WARM_UP_STEPS
-from deepspeed_mcrdl.errors import ConfigError, MCRDLError, suggest
+from deepspeed_mcrdl.errors import ConfigError, suggest
+from deepspeed_mcrdl.machine import cores
+from deepspeed_mcrdl.shipped import folder
 
 WORKLOADS = {"moe": "moe_examples/train_moe.py", "gpt": "megatron_examples/train_gpt.py"}
 STOCK = "stock"
@@ -63,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     """Run the benchmark; returns 0 if all losses agreed, 1 if not or if a run failed."""
     backends = _usable(args.backends, args.workload)
     if args.plot:
-        _require_matplotlib()
+        options.require_matplotlib()
     try:
         runs = _run_all(args, backends)
     except RunFailed as failure:
@@ -234,7 +235,7 @@ def print_tables(rows: Sequence[dict[str, Any]], summaries: Sequence[Summary]) -
 def _usable(backends: list[str], workload: str) -> list[str]:
     for backend in backends:
         if not _config(workload, backend).is_file():
-            known = [path.stem.partition("_")[2] for path in _folder("configs").glob(f"{workload}_*.json")]
+            known = [path.stem.partition("_")[2] for path in folder("configs").glob(f"{workload}_*.json")]
             raise ConfigError(f'there is no config for "{backend}".{suggest(backend, known)}')
     if STOCK in backends and _needs_compiler() and len(backends) > 1:
         print(
@@ -251,37 +252,25 @@ def _needs_compiler() -> bool:
     return not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "c++")) is None
 
 
-def _folder(name: str) -> Path:
-    """Return a folder of examples or configs: beside the package in a source tree, else where pip put it."""
-    root = Path(__file__).parents[2]
-    if (root / "pyproject.toml").is_file():
-        return root / name
-    # pip's own list: where data files go differs between --user, --prefix and a virtual environment.
-    for file in importlib.metadata.files("deepspeed-mcrdl") or ():
-        if file.parent.parts[-3:] == ("share", "deepspeed_mcrdl", name):
-            return Path(str(file.locate())).resolve().parent
-    raise MCRDLError(f"the folder {name} is missing; install deepspeed_mcrdl from a wheel or run in its source tree")
-
-
 def script_path(workload: str) -> Path:
     """Return the training script of a workload."""
-    folder, _, name = WORKLOADS[workload].partition("/")
-    return _folder(folder) / name
+    place, _, name = WORKLOADS[workload].partition("/")
+    return folder(place) / name
 
 
 def _config(workload: str, backend: str) -> Path:
-    return _folder("configs") / f"{workload}_{backend}.json"
+    return folder("configs") / f"{workload}_{backend}.json"
 
 
 def _run_all(args: argparse.Namespace, backends: list[str]) -> dict[str, list[dict[str, Any]]]:
     runs: dict[str, list[dict[str, Any]]] = {backend: [] for backend in backends}
     total = args.rounds * len(backends)
-    with tempfile.TemporaryDirectory(prefix="mcrdl-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mcrdl-bench-") as scratch:
         for turn in range(total):
             number, place = divmod(turn, len(backends))
             backend = backends[(place + number) % len(backends)]
             _progress(f"run {turn + 1} of {total}: {backend}" + _first_start_note(backend, number))
-            report = Path(folder, f"{backend}-{number}.json")
+            report = Path(scratch, f"{backend}-{number}.json")
             _run_one(args, backend, report)
             runs[backend].append(json.loads(report.read_text(encoding="utf-8")))
     return runs
@@ -346,20 +335,13 @@ def _environment(ranks: int) -> dict[str, str]:
     environment = dict(os.environ)
     if not torch.cuda.is_available():
         environment.setdefault("DS_ACCELERATOR", "cpu")
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     return environment
 
 
 def _progress(text: str) -> None:
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
-
-
-def _require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'deepspeed_mcrdl[plot]'") from None
 
 
 def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:

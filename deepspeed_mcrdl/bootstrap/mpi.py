@@ -53,9 +53,13 @@ def usable() -> str | None:
 
 
 def describe() -> str:
-    """Return the MPI library with its version and, once it runs, who started it."""
-    started_by = f", started by {_world.started_by}" if _world is not None else ""
-    return f"{load().name}{started_by}"
+    """Return the MPI library with its version."""
+    return load().name
+
+
+def started_by() -> str:
+    """Return who started the MPI world of this process; empty if this module did not."""
+    return "" if _world is None else _world.started_by
 
 
 def start(store: Store, rank: int, world_size: int, hosts: Sequence[str]) -> MPI.Intracomm:

@@ -48,13 +48,22 @@ class CommunicationLog:
     def timed(self, call: Call, args: tuple[Any, ...], carry: Callable[[], Work | None]) -> Work | None:
         """Return what `carry` returns, with the call added here."""
         operation, group, backend, _ = call
-        start = time.perf_counter()
-        work = carry()
-        elapsed = time.perf_counter() - start
-        self.add(operation.name, backend, operation.size(group, *args), elapsed)
-        if work is None:
-            return None
-        return _TimedWork(work, lambda seconds: self.add(operation.name, backend, 0, seconds, calls=0))
+        size = operation.size(group, *args)
+        return timed(
+            carry,
+            lambda seconds: self.add(operation.name, backend, size, seconds),
+            lambda seconds: self.add(operation.name, backend, 0, seconds, calls=0),
+        )
+
+
+def timed(
+    carry: Callable[[], Work | None], called: Callable[[float], None], waited: Callable[[float], None]
+) -> Work | None:
+    """Return what `carry` returns; report the seconds that it takes and those of each wait for an asynchronous call."""
+    start = time.perf_counter()
+    work = carry()
+    called(time.perf_counter() - start)
+    return None if work is None else _TimedWork(work, waited)
 
 
 class _TimedWork(Work):

@@ -10,7 +10,9 @@ def test_the_cost_of_routing_is_measured_on_checked_results(tmp_path):
     assert run.status == 0, run.output
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert {row["backend"] for row in rows} == {"mpi", "gloo"}
-    assert list(rows[0]) == ["operation", "bytes", "backend", "direct_us", "routed_us", "extra_us", "ratio"]
+    keys = ["operation", "bytes", "backend", "direct_us", "routed_us", "extra_us", "ratio", "library", "library_us"]
+    assert list(rows[0]) == keys
+    assert {(row["backend"], row["library"]) for row in rows} == {("mpi", "mpi4py"), ("gloo", "torch:gloo")}
 
 
 def test_it_asks_for_ranks():

@@ -6,7 +6,8 @@ from deepspeed_mcrdl.backends.c10d import GlooBackend, NCCLBackend
 from deepspeed_mcrdl.backends.mpi import MPIBackend
 from deepspeed_mcrdl.config import parse
 from deepspeed_mcrdl.errors import UnsupportedError
-from deepspeed_mcrdl.routing.router import Key, Router
+from deepspeed_mcrdl.routing.router import ONE_HOST, Key, Router
+from deepspeed_mcrdl.routing.table import Fingerprint, Lookup, Table
 
 BACKENDS = {"mpi": MPIBackend, "gloo": GlooBackend}
 
@@ -61,9 +62,52 @@ def test_a_call_that_nobody_can_do_names_all_that_was_tried():
         decide({}, ops.ALL_REDUCE, op="band")
 
 
+def table_of(*steps, operation="all_reduce"):
+    entry = {
+        "operation": operation,
+        "dtype": "float",
+        "device": "cpu",
+        "mesh": ONE_HOST,
+        "unsized": steps[-1]["backend"],
+    }
+    return Lookup(
+        Table(
+            made="2026-12-02",
+            how="a test",
+            fingerprint=Fingerprint.here({}),
+            entries=({**entry, "steps": steps},),
+        )
+    )
+
+
 def test_a_table_speaks_where_no_rule_does():
-    assert decide({}, ops.ALL_REDUCE, lookup=lambda key: "gloo").backend == "gloo"
-    assert decide({"all_reduce": "mpi"}, ops.ALL_REDUCE, lookup=lambda key: "gloo").backend == "mpi"
+    table = table_of({"max_bytes": 999, "backend": "mpi"}, {"backend": "gloo"})
+    assert decide({}, ops.ALL_REDUCE, table=table).backend == "gloo"
+    assert decide({}, ops.ALL_REDUCE, table=table).why == "table, above 999 bytes"
+    assert decide({}, ops.ALL_REDUCE, table=table, size=999).backend == "mpi"
+    assert decide({"all_reduce": "mpi"}, ops.ALL_REDUCE, table=table).backend == "mpi"
+    assert decide({"all_reduce": "auto"}, ops.ALL_REDUCE, table=table).backend == "gloo"
+
+
+def test_what_the_table_names_but_cannot_do_a_call_is_passed_over_in_silence(caplog):
+    decision = decide({}, ops.ALL_REDUCE, table=table_of({"backend": "gloo"}), dtype=torch.int16)
+    assert decision.backend == "mpi"
+    assert not caplog.records
+
+
+def test_the_map_of_sizes_follows_rules_and_table():
+    table = table_of({"max_bytes": 999, "backend": "gloo"}, {"backend": "mpi"})
+    router = Router(parse({}).routing, BACKENDS, table)
+    ranges = router.ranges(Key(ops.ALL_REDUCE, "world", torch.float32, "cpu", "sum"))
+    assert [(first, last, decision.backend) for first, last, decision in ranges] == [
+        (0, 999, "gloo"),
+        (1000, None, "mpi"),
+    ]
+    assert router.map("cpu", ONE_HOST)["gloo"] == ["all_reduce up to 999 B"]
+    pinned = Router(parse({"routing": {"all_reduce": "mpi"}}).routing, BACKENDS, table)
+    assert [r[2].why for r in pinned.ranges(Key(ops.ALL_REDUCE, "world", torch.float32, "cpu", "sum"))] == [
+        "routing.all_reduce"
+    ]
 
 
 def test_gpu_tensors_go_to_who_takes_them_or_through_host_memory():

@@ -1,0 +1,1 @@
+"""The tuning suite: measures the backends, and chooses between them only on evidence."""
