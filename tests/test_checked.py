@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
+from deepspeed_mcrdl.checked import _ComparedMessage
 from deepspeed_mcrdl.config import parse
 from deepspeed_mcrdl.errors import CallTimeoutError, MismatchError
+from deepspeed_mcrdl.work import Pending
 from tests.programs import face, sub_group
 
 LIMIT_S = 1.5
@@ -149,6 +152,26 @@ def test_a_message_of_another_size_is_an_error_of_its_receiver(ranks):
     text = ranks(2).run(_message)[1]
     assert "a message of float32 (4,) meets a receive of float32 (8,)" in text
     ranks(2).close()
+
+
+class Arrived(Pending):
+    """A message that is here."""
+
+    def poll(self):
+        return True
+
+
+def test_a_message_that_comes_before_its_senders_word_is_compared_too():
+    store = HashStore()
+    pending = _ComparedMessage(Arrived(), store, "key", torch.ones(8), "recv")
+    assert not pending.poll()
+    assert not pending.orderable()
+    store.set("key", "send of float32 (4,)")
+    with pytest.raises(MismatchError, match=r"a message of float32 \(4,\) meets a receive of float32 \(8,\)"):
+        pending.poll()
+    store.set("key", "send of float32 (2, 4)")
+    right = _ComparedMessage(Arrived(), store, "key", torch.ones(8), "recv")
+    assert right.poll()
 
 
 def _right_calls(count):
