@@ -41,6 +41,7 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
     validate.set_defaults(run=_validate)
 
     schema = commands.add_parser("schema", help='print the JSON Schema of the "mcrdl" block')
+    schema.add_argument("--table", action="store_true", help="of tuning tables instead")
     schema.set_defaults(run=_schema)
 
     bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead")
@@ -112,6 +113,7 @@ def _schema(args: argparse.Namespace) -> int:
     import json
 
     from deepspeed_mcrdl.config import MCRDLConfig
+    from deepspeed_mcrdl.routing.table import Table
 
-    print(json.dumps(MCRDLConfig.model_json_schema(), indent=2))
+    print(json.dumps((Table if args.table else MCRDLConfig).model_json_schema(), indent=2))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -36,6 +37,15 @@ def gpu_model() -> str | None:
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def process_age_s() -> float:
+    """Return for how long this process has existed, in seconds; 0 where that can't be told."""
+    try:
+        started = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19]
+    except OSError:
+        return 0.0
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
 
 
 def cores() -> int:

@@ -24,6 +24,27 @@ def test_both_commands_answer():
         assert "validate" in launcher.run([*command, "--help"]).output
 
 
+def test_tables_have_a_schema_too(capsys):
+    assert cli.main(["schema", "--table"]) == 0
+    assert {"version", "fingerprint", "entries"} <= set(json.loads(capsys.readouterr().out)["properties"])
+
+
+def test_the_map_in_force_is_shown_with_its_reasons(capsys, tmp_path):
+    path = tmp_path / "ds_config.json"
+    rule = [{"max_bytes": 4096, "backend": "mpi"}, {"backend": "gloo"}]
+    block = {"routing": {"all_reduce": rule, "groups": {"expert_parallel": {"default": "gloo"}}}}
+    path.write_text(json.dumps({"comm_backend": "mcrdl", "mcrdl": block}))
+    assert cli.main(["report", "--routes", str(path)]) == 0
+    rows = [
+        [part.strip() for part in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line
+    ]
+    assert ["all_reduce", "world", "any", "up to 4096 B", "mpi", "routing.all_reduce, up to 4096 bytes"] in rows
+    assert ["all_reduce", "world", "any", "above 4096 B", "gloo", "routing.all_reduce"] in rows
+    assert ["barrier", "world", "any", "all", "mpi", "preference order"] in rows
+    assert ["barrier", "expert_parallel", "any", "all", "gloo", "routing.groups.expert_parallel.default"] in rows
+    assert cli.main(["report", str(path)]) == 2
+
+
 def test_the_schema_is_json_schema(capsys):
     assert cli.main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)

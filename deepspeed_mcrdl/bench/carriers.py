@@ -6,6 +6,7 @@ A carrier's name is what tables show: a backend ("mpi"), "auto", "direct:mpi" (t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,7 @@ def carrier(name: str, runtime: Runtime, group: Group, torch_gloo: Any = None) -
     if name.startswith(DIRECT) and name.removeprefix(DIRECT) in runtime.backends:
         return _direct(runtime, group, name.removeprefix(DIRECT))
     if name == TORCH:
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names with a successor
         return by_torch(dist, torch_gloo)
     if name == MPI4PY and "mpi" in runtime.backends:
         return _mpi4py(group)

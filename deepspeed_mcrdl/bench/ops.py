@@ -197,6 +197,7 @@ def _show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
         _print_omb(rows)
     else:
         _print_tables(rows)
+        print("\n".join(summary(rows)))
     if args.json:
         settings = {key: value for key, value in vars(args).items() if key not in ("run", "json", "csv", "plot")}
         write_json(args.json, "ops", [{k: v for k, v in row.items() if k != "best"} for row in rows], **settings)
@@ -207,6 +208,34 @@ def _show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
             writer.writerows(rows)
     if args.plot:
         _plot(rows, args.plot)
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return sentences that compare "auto" with each single backend, and with the best one of each cell."""
+    cells: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        cell = row["operation"], row["bytes"], row["mesh"]
+        cells.setdefault(cell, {})[row["backend"]] = row["median_us"]
+    sentences = []
+    backends = dict.fromkeys(row["backend"] for row in rows if row["backend"] != AUTO)
+    for name in backends:
+        ratios = [medians[name] / medians[AUTO] for medians in cells.values() if {name, AUTO} <= medians.keys()]
+        if ratios:
+            mean = float(numpy.exp(numpy.mean(numpy.log(ratios))))
+            sentences.append(f"auto against {name}: {mean:.2f} times as fast, geometric mean of {len(ratios)} cells")
+    single = [name for name in backends if ":" not in name and name != MPI4PY]
+    worst = {
+        cell: medians[AUTO] / min(medians[name] for name in single if name in medians)
+        for cell, medians in cells.items()
+        if AUTO in medians and any(name in medians for name in single)
+    }
+    if worst:
+        cell = max(worst, key=lambda cell: worst[cell])
+        sentences.append(
+            f"auto against the best single backend of each cell: at most {worst[cell]:.3f} times its time "
+            f"({cell[0]} of {cell[1]} bytes), median {numpy.median(list(worst.values())):.3f}"
+        )
+    return sentences
 
 
 def _verdict(rows: Sequence[dict[str, Any]], copy_peak: float) -> int:

@@ -8,6 +8,7 @@ in microseconds, and each result is checked.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import Any
 
@@ -47,6 +48,7 @@ def main(args: argparse.Namespace) -> int:
     import deepspeed
     from deepspeed.comm import comm
 
+    os.environ.setdefault("MCRDL_LOG_LEVEL", "WARNING")  # the block of every start would stand above the figures
     deepspeed.init_distributed(dist_backend="mcrdl", verbose=False)
     face = comm.cdb
     torch_gloo = torch.distributed.new_group(backend="gloo")

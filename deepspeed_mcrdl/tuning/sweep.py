@@ -1,9 +1,10 @@
 """`mcrdl tune`: measures the usable backends on what a job needs and writes the tuning table.
 
 The first pass measures every cell (operation, mesh, dtype, size) briefly, the ends of each row of sizes first, so that
-there is a whole table at any time. What is left of the budget goes to cells where more samples could change the choice,
-those with more calls first, and to sizes between two whose choices differ. A sweep that is killed goes on where it was
-when it is started again with the same options.
+there is a whole table at any time. Every cell is visited again later, and a third time if its choice is not the
+preferred backend, since a disturbance of the machine can outlast a visit. What is left of the budget goes to cells
+where more samples could change the choice, those with more calls first, and to sizes between two whose choices differ.
+A sweep that is killed goes on where it was when it is started again with the same options.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from deepspeed_mcrdl.bench.job import (
 from deepspeed_mcrdl.bench.measure import Meter
 from deepspeed_mcrdl.composed import broadcast_object_list
 from deepspeed_mcrdl.groups import Group
+from deepspeed_mcrdl.machine import process_age_s
 from deepspeed_mcrdl.messages import logger
 from deepspeed_mcrdl.routing.shelf import own_tables
 from deepspeed_mcrdl.routing.table import Entry, Fingerprint, Measurement, Table, today
@@ -50,9 +52,10 @@ from deepspeed_mcrdl.tuning.plan import Cell, coarse_first, from_record, grid
 
 BEGAN = "MCRDL_TUNE_BEGAN"  # when the command was given, for ranks that it has started
 
-_FIRST_PASS = 0.6  # of the budget
+_FIRST_PASS = 0.35  # of the budget
+_VISITS, _VISITS_IF_UNUSUAL = 2, 3
 _LEAST_CELL_S, _MOST_CELL_S = 0.02, 0.5
-_AT_THE_END_S = 2.0  # for writing the table and ending the job
+_AT_THE_END_S = 4.0  # for the last cell, writing the table and ending the job
 _MOST_SAMPLES = 2000
 _LEAST_RATIO = 2.0  # of neighbouring sizes between which another is measured
 _SAVE_EVERY_S = 5.0
@@ -80,16 +83,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Measure and write the table; returns 0, or 1 if a result was wrong."""
+    began = time.time() - process_age_s()
     names = chosen(args.ops)
     for dtype in args.dtypes:
         options.known("dtype", dtype, DTYPES)
     more = []
     if args.job is not None and not in_a_rank():
         args.from_log = dry_run(args.job, args.job_time)
+        began = time.time()
         more = ["--from-log", str(args.from_log)]
     if args.from_log is not None:
         from_record(args.from_log)  # a wrong one is an error before anything is started
-    os.environ.setdefault(BEGAN, str(time.time()))
+    os.environ.setdefault(BEGAN, str(began))
     status = starts_ranks(args, args.budget + 60, more)
     if status is not None:
         return status
@@ -205,7 +210,7 @@ class Conductor:
         if not unsettled:
             return None
         cell = min(unsettled, key=lambda cell: (self._visits.get(cell, 0), -self._weights[cell], cell.size))
-        return cell, min(_MOST_CELL_S, left)
+        return cell, min(max(left / len(unsettled), _LEAST_CELL_S), _MOST_CELL_S, left)
 
     def take(self, cell: Cell, samples: Mapping[str, list[float]]) -> None:
         """Take the samples of a cell."""
@@ -222,12 +227,14 @@ class Conductor:
         cells = {cell.size: cell for cell in self._samples if cell.line == line}
         by_size = {size: self._samples[cell] for size, cell in cells.items()}
         choice = evidence.choose(by_size, self._preferred)
-        unsettled = [
-            cell
-            for size, cell in cells.items()
-            if len(next(iter(by_size[size].values()))) < _MOST_SAMPLES
-            and evidence.unsettled(by_size[size], choice[size])
-        ]
+        unsettled = []
+        for size, samples in by_size.items():
+            usual = next(name for name in self._preferred if name in samples)
+            visits = _VISITS if choice[size] == usual else _VISITS_IF_UNUSUAL
+            few = len(samples) > 1 and self._visits.get(cells[size], 0) < visits
+            enough = len(next(iter(samples.values()))) >= _MOST_SAMPLES
+            if few or (not enough and evidence.unsettled(samples, choice[size])):
+                unsettled.append(cells[size])
         sizes = sorted(choice)
         for small, large in itertools.pairwise(sizes):
             between = int(math.sqrt(small * large)) // _ROUNDING * _ROUNDING

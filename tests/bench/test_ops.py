@@ -138,6 +138,21 @@ def test_a_job_is_cut_into_the_groups_that_parallelism_makes():
     assert str(next(iter(meshes_of(["a"] * 3)))) == "1x3/1"
 
 
+def test_auto_is_compared_with_each_backend_and_with_the_best():
+    rows = [
+        {"operation": "broadcast", "bytes": size, "mesh": "1x2/1", "backend": name, "median_us": us}
+        for size, medians in (
+            (1, {"mpi": 10.0, "gloo": 40.0, "auto": 10.0}),
+            (2, {"mpi": 90.0, "gloo": 20.0, "auto": 22.0}),
+        )
+        for name, us in medians.items()
+    ]
+    sentences = ops.summary(rows)
+    assert sentences[0].startswith("auto against mpi: 2.02 times as fast")
+    assert sentences[1].startswith("auto against gloo: 1.91 times as fast")
+    assert "at most 1.100 times its time (broadcast of 2 bytes), median 1.050" in sentences[2]
+
+
 def test_the_fastest_of_the_plain_ones_is_marked():
     rows = ops._with_best(
         [{"backend": name, "median_us": us} for name, us in (("auto", 4.0), ("mpi", 5.0), ("gloo", 50.0))]
