@@ -1,7 +1,8 @@
 """Times calls the right way, once for all benchmarks and the tuner.
 
-Before each call the ranks are aligned by a barrier; a call's time is that of the slowest rank; what is compared is
-called in turns, in an order drawn anew for each round; every result is checked after its call, outside the time.
+Before each call the ranks are aligned by a barrier; a call's time is that of the slowest rank; every result is checked
+after its call, outside the time. What is compared is called in turns, in an order drawn anew for each round. Short
+calls come in blocks of a few, whose first is not counted: it pays for what another has left of caches and threads.
 """
 
 from __future__ import annotations
@@ -22,22 +23,25 @@ from deepspeed_mcrdl.runtime import Runtime
 WARM_UP = 3
 LEAST_ROUNDS = 5
 MOST_ROUNDS = 2000
+_BLOCK_US = 500.0
+_LONGEST_BLOCK = 8
 _COPY_BYTES = (2**14, 2**17, 2**20, 2**26)
 _COPY_REPEATS = 20
 
 
-@dataclass
+@dataclass(frozen=True)
 class Samples:
-    """Microseconds of the slowest rank, by carrier; and how many results were wrong on any rank."""
+    """Microseconds of the slowest rank, by carrier.
+
+    Attributes:
+        us: of every call.
+        rounds_us: the median of each round; those of one round, taken close together, stand at one place.
+        wrong: how many results were wrong on any rank.
+    """
 
     us: dict[str, list[float]]
+    rounds_us: dict[str, list[float]]
     wrong: dict[str, int]
-
-    def add(self, other: Samples) -> None:
-        """Take over another's samples."""
-        for name, values in other.us.items():
-            self.us.setdefault(name, []).extend(values)
-            self.wrong[name] = self.wrong.get(name, 0) + other.wrong[name]
 
 
 class Meter:
@@ -65,14 +69,19 @@ class Meter:
             seconds: about how long to go on.
             rounds: how often instead.
         """
-        _, round_s = self._rounds(case, carriers, WARM_UP)
+        warm, round_s = self._rounds(case, carriers, WARM_UP, dict.fromkeys(carriers, 1))
+        medians = {name: float(numpy.median(us)) for name, us in warm.us.items()}
+        calls = {name: min(max(int(_BLOCK_US / us), 1), _LONGEST_BLOCK) for name, us in medians.items()}
         if rounds is None:
+            round_s += sum(medians[name] * (calls[name] - 1) for name in carriers) / 1e6
             rounds = min(max(int(seconds / round_s) - WARM_UP, LEAST_ROUNDS), MOST_ROUNDS)
-        samples, _ = self._rounds(case, carriers, rounds)
+        samples, _ = self._rounds(case, carriers, rounds, calls)
         return samples
 
-    def _rounds(self, case: Case, carriers: Mapping[str, Issue], rounds: int) -> tuple[Samples, float]:
-        """Return the samples of some rounds, and the seconds of a round with all that belongs to it."""
+    def _rounds(
+        self, case: Case, carriers: Mapping[str, Issue], rounds: int, calls: Mapping[str, int]
+    ) -> tuple[Samples, float]:
+        """Return the samples of some rounds of so many counted calls, and the seconds that a round took with all."""
         names = list(carriers)
         took: dict[str, list[float]] = {name: [] for name in names}
         wrong = dict.fromkeys(names, 0)
@@ -80,18 +89,23 @@ class Meter:
         for _ in range(rounds):
             self._order.shuffle(names)
             for name in names:
-                case.prepare()
-                self.align()
-                start = time.perf_counter()
-                case.run(carriers[name])
-                took[name].append((time.perf_counter() - start) * 1e6)
-                wrong[name] += not case.right()
+                block = calls[name] + (calls[name] > 1)
+                for place in range(block):
+                    case.prepare()
+                    self.align()
+                    start = time.perf_counter()
+                    case.run(carriers[name])
+                    elapsed = time.perf_counter() - start
+                    if place or block == 1:
+                        took[name].append(elapsed * 1e6)
+                    wrong[name] += not case.right()
         own = [value for name in carriers for value in took[name]]
-        own += [float(wrong[name]) for name in carriers]
-        slowest = self.worst([*own, (time.perf_counter() - began) / rounds])
-        us = {name: slowest[place * rounds : (place + 1) * rounds] for place, name in enumerate(carriers)}
-        faults = {name: int(slowest[len(carriers) * rounds + place]) for place, name in enumerate(carriers)}
-        return Samples(us, faults), slowest[-1]
+        counts = [float(wrong[name]) for name in carriers]
+        slowest = iter(self.worst([*own, *counts, (time.perf_counter() - began) / rounds]))
+        us = {name: [next(slowest) for _ in took[name]] for name in carriers}
+        faults = {name: int(next(slowest)) for name in carriers}
+        by_round = {name: numpy.median(numpy.reshape(us[name], (rounds, -1)), axis=1).tolist() for name in carriers}
+        return Samples(us, by_round, faults), next(slowest)
 
     def align(self) -> None:
         """Return when all members are here, at nearly the same time."""

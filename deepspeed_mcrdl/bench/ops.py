@@ -1,8 +1,8 @@
 """Every operation by size and backend, side by side, as nccl-tests shows it.
 
 Times are of the slowest rank, the ranks aligned before each call; backends are called in turns in one run, in an order
-drawn anew each round; each call's result is checked. time is the median; algbw = size / time; busbw is what the
-hardware has to carry for it, by the factors of nccl-tests.
+drawn anew each round, short calls in blocks; each call's result is checked. time is the median; algbw = size / time;
+busbw is what the hardware has to carry for it, by the factors of nccl-tests.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--table", metavar="FILE", help='the tuning table for "auto" (default: as in a job; "none")')
     parser.add_argument("--seconds", type=float, default=0.3, help="for each operation and size (default: 0.3)")
-    parser.add_argument("--iterations", type=options.at_least(1), help="calls of each backend instead")
+    parser.add_argument("--iterations", type=options.at_least(1), help="rounds instead")
     parser.add_argument(
         "--async",
         dest="asynchronous",

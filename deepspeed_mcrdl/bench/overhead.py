@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks_option(parser)
     parser.add_argument("--backends", type=options.names, default=["auto"], help="comma-separated; auto: all usable")
     parser.add_argument("--sizes", type=options.sizes, default="256,64K,1M", help="bytes: 256,64K,1M or 256:16M")
-    parser.add_argument("--iterations", type=options.at_least(1), default=1000, help="timed calls of each kind")
+    parser.add_argument("--iterations", type=options.at_least(1), default=300, help="rounds of calls of each kind")
     parser.add_argument("--checked", action="store_true", help="what the ranks' comparing of calls adds, too")
     parser.add_argument("--json", type=options.output_file, metavar="FILE", help="write the rows here")
 

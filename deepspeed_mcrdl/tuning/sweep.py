@@ -164,7 +164,7 @@ class _Sweep:
         if not carriers:
             return {}, {}
         samples = self._meters[cell.mesh].measure(case, carriers, seconds)
-        return samples.us, samples.wrong
+        return samples.rounds_us, samples.wrong
 
     def _able(self, case: Case, group: Group) -> list[str]:
         operation, args = case.calls[0]
