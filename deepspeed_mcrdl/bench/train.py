@@ -2,7 +2,8 @@
 
 Every backend runs once a round, the order rotated between rounds, with the same seed. Losses must agree between all
 runs (bit for bit on 2 ranks; to 1e-4 on more, where backends add in different orders); else no ratio is shown and the
-exit status is 1. A round's tokens/s is the tokens of a step by the median step time of the slowest rank.
+exit status is 1. A round's tokens/s is the tokens of a step by the median step time of the slowest rank; of DLRM, whose
+unit is the sample, the rows' tokens_per_s_* are samples/s.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from deepspeed_mcrdl.errors import ConfigError, suggest
 from deepspeed_mcrdl.machine import cores
 from deepspeed_mcrdl.shipped import folder
 
-WORKLOADS = {"moe": "moe_examples/train_moe.py", "gpt": "megatron_examples/train_gpt.py"}
+# A script without a folder is part of the package.
+WORKLOADS = {"moe": "moe_examples/train_moe.py", "gpt": "megatron_examples/train_gpt.py", "dlrm": "dlrm.py"}
+_UNITS = {"moe": "tokens/s", "gpt": "tokens/s", "dlrm": "samples/s"}
 STOCK = "stock"
 _LOSS_TOLERANCE = 1e-4
 _OUTPUT_LINES = 30
@@ -198,8 +201,9 @@ def print_tables(rows: Sequence[dict[str, Any]], summaries: Sequence[Summary]) -
 
     console = Console(width=max(100, shutil.get_terminal_size().columns))
     first = rows[0]
+    unit = _UNITS[first["workload"]]
     table = Table(title=f"{first['workload']}, preset {first['preset']}, {first['world_size']} ranks")
-    for title in ("backend", "tokens/s", "min - max", "communication", "ratio to stock", "held-out loss"):
+    for title in ("backend", unit, "min - max", "communication", "ratio to stock", "held-out loss"):
         table.add_column(title, justify="left" if title == "backend" else "right")
     for row in rows:
         ratio = row["ratio_to_stock"]
@@ -254,8 +258,8 @@ def _needs_compiler() -> bool:
 
 def script_path(workload: str) -> Path:
     """Return the training script of a workload."""
-    place, _, name = WORKLOADS[workload].partition("/")
-    return folder(place) / name
+    place, _, name = WORKLOADS[workload].rpartition("/")
+    return (folder(place) if place else Path(__file__).parent / "workloads") / name
 
 
 def _config(workload: str, backend: str) -> Path:
@@ -359,6 +363,6 @@ def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     bars = axes.bar([row["backend"] for row in rows], medians, yerr=spread, capsize=4, color="tab:blue")
     labels = ["" if row["ratio_to_stock"] is None else f"{row['ratio_to_stock']:.2f}x" for row in rows]
     axes.bar_label(bars, labels, label_type="center", color="white")
-    axes.set_ylabel("tokens/s (median, min to max)")
+    axes.set_ylabel(f"{_UNITS[rows[0]['workload']]} (median, min to max)")
     axes.set_title(f"{rows[0]['workload']}, preset {rows[0]['preset']}, {rows[0]['world_size']} ranks")
     figure.savefig(path, dpi=150)

@@ -74,8 +74,11 @@ def test_json_carries_versions_hardware_and_config(tmp_path):
     assert written["environment"]["versions"]["torch"]
 
 
-@pytest.mark.parametrize("workload", ["moe", "gpt"])
-def test_a_real_benchmark_of_two_backends(tmp_path, workload):
+@pytest.mark.parametrize(
+    ("workload", "unit", "limit"),  # ln 256 = 5.55 and ln 2 = 0.693 are the losses of knowing nothing
+    [("moe", "tokens/s", 5.0), ("gpt", "tokens/s", 5.0), ("dlrm", "samples/s", 0.685)],
+)
+def test_a_real_benchmark_of_two_backends(tmp_path, workload, unit, limit):
     options = f"--workload {workload} --backends gloo,mixed --rounds 1 --steps 12"
     files = ["--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png")]
     command = [str(launcher.BIN / "mcrdl"), "bench", "train", *options.split(), *files]
@@ -84,8 +87,9 @@ def test_a_real_benchmark_of_two_backends(tmp_path, workload):
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [row["backend"] for row in rows] == ["gloo", "mixed"]
     assert all(row["losses_equal"] for row in rows)
-    assert all(row["final_loss"] < 5.0 for row in rows)  # 5.55 is the loss of knowing nothing
+    assert all(row["final_loss"] < limit for row in rows)
     assert "mpi" in run.output
+    assert unit in run.output
     assert (tmp_path / "x.png").stat().st_size > 1000
 
 
@@ -171,6 +175,7 @@ def test_the_examples_are_found_where_pip_put_them(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "__file__", str(packages / "deepspeed_mcrdl" / "bench" / "train.py"))
     (share / "train_moe.py").touch()
     assert train.script_path("moe") == share / "train_moe.py"
+    assert train.script_path("dlrm") == packages / "deepspeed_mcrdl" / "bench" / "workloads" / "dlrm.py"
     with pytest.raises(MCRDLError, match="the folder configs is missing"):
         train._folder("configs")
 

@@ -43,7 +43,7 @@ class Recorder:
     """Records steps after a warm-up; create it when communication is started.
 
     Args:
-        tokens_per_step: tokens that all ranks together train on in a step.
+        tokens_per_step: tokens (of DLRM: samples) that all ranks together train on in a step.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
