@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from deepspeed_mcrdl import shipped
 from deepspeed_mcrdl.bench import train
 from deepspeed_mcrdl.bench.results import write_json
 from deepspeed_mcrdl.errors import ConfigError, MCRDLError
@@ -172,12 +173,12 @@ def test_the_examples_are_found_where_pip_put_them(tmp_path, monkeypatch):
     (info / "RECORD").write_text("../../share/deepspeed_mcrdl/moe_examples/train_moe.py,,\n")
     (packages / "configs").mkdir()  # another distribution's
     monkeypatch.syspath_prepend(packages)
-    monkeypatch.setattr(train, "__file__", str(packages / "deepspeed_mcrdl" / "bench" / "train.py"))
+    monkeypatch.setattr(shipped, "__file__", str(packages / "deepspeed_mcrdl" / "shipped.py"))
     (share / "train_moe.py").touch()
     assert train.script_path("moe") == share / "train_moe.py"
-    assert train.script_path("dlrm") == packages / "deepspeed_mcrdl" / "bench" / "workloads" / "dlrm.py"
+    assert train.script_path("dlrm").is_file()  # in the package
     with pytest.raises(MCRDLError, match="the folder configs is missing"):
-        train._folder("configs")
+        shipped.folder("configs")
 
 
 def test_stock_is_left_out_and_said_so_where_nothing_can_compile_it(monkeypatch, capsys):
