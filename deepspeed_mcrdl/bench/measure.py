@@ -70,10 +70,10 @@ class Meter:
             rounds: how often instead.
         """
         warm, round_s = self._rounds(case, carriers, WARM_UP, dict.fromkeys(carriers, 1))
-        medians = {name: float(numpy.median(us)) for name, us in warm.us.items()}
-        calls = {name: min(max(int(_BLOCK_US / us), 1), _LONGEST_BLOCK) for name, us in medians.items()}
+        least = {name: min(us) for name, us in warm.us.items()}  # the first ones make connections
+        calls = {name: min(max(int(_BLOCK_US / us), 1), _LONGEST_BLOCK) for name, us in least.items()}
         if rounds is None:
-            round_s += sum(medians[name] * (calls[name] - 1) for name in carriers) / 1e6
+            round_s += sum(least[name] * calls[name] for name in carriers if calls[name] > 1) / 1e6
             rounds = min(max(int(seconds / round_s) - WARM_UP, LEAST_ROUNDS), MOST_ROUNDS)
         samples, _ = self._rounds(case, carriers, rounds, calls)
         return samples
