@@ -11,7 +11,7 @@ interpreter's lock, so that a dead peer would freeze every thread of this proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _OTHERS_AT_CLOSE_S = 2.0
+_EXCHANGE_TAG = 0
 _LEAST_MAX_TAG = 32767  # what the MPI standard promises
 
 _MPI_TYPE_NAMES = {
@@ -107,6 +108,32 @@ class MPIPending(Pending):
         return super().source_rank() if self._status is None else self._status.Get_source()
 
 
+class MPIPendingAll(Pending):
+    """Several non-blocking MPI operations as one.
+
+    Args:
+        test_all: MPI's Testall.
+        requests: the MPI requests.
+        buffers: whatever must stay alive until they are done.
+    """
+
+    __slots__ = ("_buffers", "_requests", "_test_all")
+    host_driven = True
+
+    def __init__(
+        self, test_all: Callable[[list[MPI.Request]], bool], requests: list[MPI.Request], buffers: Any
+    ) -> None:
+        self._test_all = test_all
+        self._requests = requests
+        self._buffers = buffers
+
+    def poll(self) -> bool:
+        if not self._test_all(self._requests):
+            return False
+        self._buffers = None
+        return True
+
+
 class MPIBackend(Backend):
     """MPI (MPICH, Intel MPI, Open MPI) on CPU tensors."""
 
@@ -141,6 +168,7 @@ class MPIBackend(Backend):
         self._in_place = MPI.IN_PLACE
         self._any_source = MPI.ANY_SOURCE
         self._status = MPI.Status
+        self._test_all = MPI.Request.Testall
         self._from_address = MPI.memory.fromaddress
         self._types = {dtype: getattr(MPI, name) for dtype, name in _MPI_TYPE_NAMES.items()}
         self._ops: dict[str, MPI.Op] = {op: getattr(MPI, name) for op, name in _MPI_OP_NAMES.items()}
@@ -225,39 +253,35 @@ class MPIBackend(Backend):
         return MPIPending(comm.Iallgatherv(*arguments), (flat, input), finish)
 
     def gather(self, group: Group, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, dst: int) -> Pending:
-        comm = self._comms[group]
         root = group.index(dst)
         if group.rank != root or outputs is None:
-            return MPIPending(comm.Igather(self._buffer(input), None, root), input)
-        flat = input.new_empty(input.numel() * group.size)
-        arguments = (self._buffer(input), self._buffer(flat), root)
-        return MPIPending(comm.Igather(*arguments), (flat, input), partial(spread, flat, outputs))
+            return self._exchange(group, {root: input}, {})
+        return self._exchange(group, {root: input}, dict(enumerate(outputs)))
 
-    def gatherv(self, group: Group, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, dst: int) -> Pending:
-        comm = self._comms[group]
-        root = group.index(dst)
-        if group.rank != root or outputs is None:
-            return MPIPending(comm.Igatherv(self._buffer(input), None, root), input)
-        flat = input.new_empty(sum(t.numel() for t in outputs))
-        arguments = (self._buffer(input), self._vector(flat, [t.numel() for t in outputs]), root)
-        return MPIPending(comm.Igatherv(*arguments), (flat, input), partial(spread, flat, outputs))
+    gatherv = gather
 
     def scatter(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Pending:
-        comm = self._comms[group]
         root = group.index(src)
         if group.rank != root or inputs is None:
-            return MPIPending(comm.Iscatter(None, self._buffer(output), root), output)
-        flat = joined(inputs)
-        return MPIPending(comm.Iscatter(self._buffer(flat), self._buffer(output), root), (flat, output))
+            return self._exchange(group, {}, {root: output})
+        return self._exchange(group, dict(enumerate(inputs)), {root: output})
 
-    def scatterv(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Pending:
-        comm = self._comms[group]
-        root = group.index(src)
-        if group.rank != root or inputs is None:
-            return MPIPending(comm.Iscatterv(None, self._buffer(output), root), output)
-        flat = joined(inputs)
-        whole = self._vector(flat, [t.numel() for t in inputs])
-        return MPIPending(comm.Iscatterv(whole, self._buffer(output), root), (flat, output))
+    scatterv = scatter
+
+    def _exchange(
+        self, group: Group, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]
+    ) -> Pending:
+        """Send tensors to places in the group and receive from places, without copies.
+
+        Where every rank has a tensor for each other, that is what MPI's own vector collectives do. All collectives of a
+        group are issued in one order by its ranks, so one tag on its communicator keeps these messages apart.
+        """
+        comm, own = self._comms[group], group.rank
+        if own in sent and own in received:
+            _copy(sent[own], received[own])
+        requests = [comm.Irecv(self._buffer(t), place, _EXCHANGE_TAG) for place, t in received.items() if place != own]
+        requests += [comm.Isend(self._buffer(t), place, _EXCHANGE_TAG) for place, t in sent.items() if place != own]
+        return MPIPendingAll(self._test_all, requests, (sent, received))
 
     def reduce_scatter_tensor(self, group: Group, output: torch.Tensor, input: torch.Tensor, op: str) -> Pending:
         comm = self._comms[group]
@@ -293,15 +317,8 @@ class MPIBackend(Backend):
         return MPIPending(comm.Ialltoallv(*arguments), (output, input))
 
     def all_to_all(self, group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
-        comm = self._comms[group]
-        flat_in = joined(inputs)
-        flat_out = flat_in.new_empty(sum(t.numel() for t in outputs))
-        arguments = (
-            self._vector(flat_in, [t.numel() for t in inputs]),
-            self._vector(flat_out, [t.numel() for t in outputs]),
-        )
-        finish = partial(spread, flat_out, outputs)
-        return MPIPending(comm.Ialltoallv(*arguments), (flat_in, flat_out), finish)
+        inputs = [_apart(input, outputs) for input in inputs]
+        return self._exchange(group, dict(enumerate(inputs)), dict(enumerate(outputs)))
 
     def send(self, group: Group, tensor: torch.Tensor, dst: int, tag: int) -> Pending:
         group.index(dst)
@@ -323,6 +340,11 @@ def _divide(tensor: torch.Tensor, size: int) -> None:
     with torch.no_grad():
         # Part by part: torch divides complex numbers less exactly.
         (torch.view_as_real(tensor) if tensor.is_complex() else tensor).div_(size)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source.view_as(target))
 
 
 def _apart(input: torch.Tensor, outputs: Sequence[torch.Tensor]) -> torch.Tensor:

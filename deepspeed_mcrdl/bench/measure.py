@@ -21,10 +21,11 @@ from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.runtime import Runtime
 
 WARM_UP = 3
-LEAST_ROUNDS = 5
+LEAST_ROUNDS = 9
 MOST_ROUNDS = 2000
 _BLOCK_US = 500.0
 _LONGEST_BLOCK = 8
+_ALIKE = 8.0  # carriers within this factor are called in blocks of one length, so that they compare
 _COPY_BYTES = (2**14, 2**17, 2**20, 2**26)
 _COPY_REPEATS = 20
 
@@ -71,7 +72,9 @@ class Meter:
         """
         warm, round_s = self._rounds(case, carriers, WARM_UP, dict.fromkeys(carriers, 1))
         least = {name: min(us) for name, us in warm.us.items()}  # the first ones make connections
-        calls = {name: min(max(int(_BLOCK_US / us), 1), _LONGEST_BLOCK) for name, us in least.items()}
+        fastest = min(least.values())
+        block = min(max(int(_BLOCK_US / fastest), 1), _LONGEST_BLOCK)
+        calls = {name: block if us < _ALIKE * fastest else 1 for name, us in least.items()}
         if rounds is None:
             round_s += sum(least[name] * calls[name] for name in carriers if calls[name] > 1) / 1e6
             rounds = min(max(int(seconds / round_s) - WARM_UP, LEAST_ROUNDS), MOST_ROUNDS)
