@@ -57,7 +57,7 @@ def agree(config: MCRDLConfig, job: Job) -> tuple[dict[str, Backend], dict[str, 
 
 
 def agree_on_table(
-    config: MCRDLConfig, store: Store, rank: int, backends: Mapping[str, Backend], timeout_s: float
+    config: MCRDLConfig, store: Store, rank: int, ranks: int, backends: Mapping[str, Backend], timeout_s: float
 ) -> Found | None:
     """Return rank 0's tuning table, on every rank the same one whatever files the other ranks have.
 
@@ -68,7 +68,7 @@ def agree_on_table(
     def load() -> dict[str, Any]:
         here = Fingerprint.here(classes_of(backends))
         try:
-            found = find_table(config.tuning, here)
+            found = find_table(config.tuning, here, ranks)
         except TableError as error:
             return {"error": str(error)}
         if found is None:

@@ -127,7 +127,7 @@ class Runtime:
         self._close_at_exit = self.close
         atexit.register(self._close_at_exit)
         self.adopt(world)
-        self.table = agree_on_table(config, quick_store, rank, self.backends, self.progress.timeout_s)
+        self.table = agree_on_table(config, quick_store, rank, world_size, self.backends, timeout_s)
         self.router = Router(
             config.routing, classes_of(self.backends), Lookup(self.table.table) if self.table else None
         )

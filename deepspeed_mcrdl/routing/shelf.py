@@ -32,11 +32,11 @@ def own_tables() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME", Path.home() / ".local" / "share"), "mcrdl", "tables")
 
 
-def find_table(tuning: Tuning, here: Fingerprint) -> Found | None:
-    """Return the table that `tuning` asks for.
+def find_table(tuning: Tuning, here: Fingerprint, ranks: int | None = None) -> Found | None:
+    """Return the table that `tuning` asks for, for a job of `ranks`.
 
     A named table is used also where the machine or versions differ, with a warning that says what. "auto" takes only
-    a table without differences: the user's newest, else the newest shipped one.
+    a table without differences, the user's before a shipped one: the newest made with as many ranks, else the newest.
 
     Raises:
         TableError: if the named table can't be read, or differs and "strict" is set.
@@ -48,7 +48,7 @@ def find_table(tuning: Tuning, here: Fingerprint) -> Found | None:
         for place in places:
             fitting = [found for found in _in(place, here) if found.fits]
             if fitting:
-                return max(fitting, key=lambda found: (found.table.made, found.path.name))
+                return max(fitting, key=lambda found: (found.table.ranks == ranks, found.table.made, found.path.name))
         return None
     path = Path(tuning.table).expanduser()
     table = read_table(path)

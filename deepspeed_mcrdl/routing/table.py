@@ -141,6 +141,11 @@ class Table(_Model):
     fingerprint: Fingerprint
     entries: tuple[Entry, ...]
 
+    @property
+    def ranks(self) -> int:
+        """The size of the largest group that was measured: in most cases of the job that made the table."""
+        return max((entry.mesh.nodes * entry.mesh.ranks_per_node for entry in self.entries), default=0)
+
     def write(self, path: Path) -> None:
         """Write the table to `path` at once, so that no reader sees a part of it."""
         part = path.with_name(f".{path.name}.part")

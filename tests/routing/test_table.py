@@ -154,6 +154,10 @@ def test_auto_takes_the_newest_that_fits_and_passes_over_what_is_broken(tmp_path
     (tmp_path / "broken.json").write_text("{")
     found = find_table(tuning(), own)
     assert found.path.name == "new.json"
+    table(entry((1, 4, 1)), entry(), fingerprint=own, made="2026-03-01").write(tmp_path / "newest.json")
+    assert find_table(tuning(), own, ranks=2).path.name == "new.json"
+    assert find_table(tuning(), own, ranks=4).path.name == "newest.json"
+    assert find_table(tuning(), own, ranks=3).path.name == "newest.json"
     assert found.fits
     assert "broken.json" in caplog.text
     assert find_table(tuning(table=None), own) is None
