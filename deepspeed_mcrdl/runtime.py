@@ -38,7 +38,7 @@ from deepspeed_mcrdl.routing.online import Online, Trial, Verdict
 from deepspeed_mcrdl.routing.router import Key, Router
 from deepspeed_mcrdl.routing.table import Fingerprint, Lookup
 from deepspeed_mcrdl.safety import Call, MonitoredBarrier, Progress
-from deepspeed_mcrdl.stores import exchange, second_connection
+from deepspeed_mcrdl.stores import Patient, exchange, second_connection
 from deepspeed_mcrdl.streams import device_of
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
 from deepspeed_mcrdl.transforms.staging import Turns, in_turn, through_host
@@ -117,7 +117,7 @@ class Runtime:
         self._arrivals = Arrivals(quick_store, rank)
         crowded = hosts.count(hosts[rank]) > cores()
         self.progress = Progress(timeout_s, self._arrivals, crowded)
-        self.groups = Groups(store, rank, hosts)
+        self.groups = Groups(Patient(quick_store), rank, hosts)
         self.groups.add(world, range(world_size), "world")
         self._routes: dict[tuple[Any, ...], Route] = {}
         self._turns: dict[str, Turns] = {}

@@ -1,10 +1,11 @@
-"""The job's store: a second connection to it, and an exchange of values between all ranks."""
+"""The job's store: waiting in it without holding it up, and exchanging values between all ranks."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -22,6 +23,39 @@ def second_connection(store: Store) -> Store:
     """
     clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
+
+
+class Patient(Store):
+    """A store whose waits leave its connection to other threads: they ask again and again.
+
+    Two threads of a rank that wait in one connection can wait for each other through the threads of another rank: the
+    one that would set the key stands behind the one that waits for another.
+
+    Whoever gives it to torch keeps it: torch holds the C++ half alone, which can do nothing without this one.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit: timedelta = timeout or self._store.timeout  # type: ignore[attr-defined]
+        limit_s = limit.total_seconds()
+        if not _appeared(self._store, keys, limit_s):
+            raise CallTimeoutError(f"no rank has set {', '.join(keys)} in the job's store within {limit_s:g} s")
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
 
 
 def exchange(store: Store, key: str, rank: int, world_size: int, value: Any, timeout_s: float) -> list[Any]:
@@ -59,10 +93,17 @@ def from_rank_0(store: Store, key: str, rank: int, make: Callable[[], Any], time
 
 
 def _wait(store: Store, keys: list[str], what: str, timeout_s: float) -> None:
+    if not _appeared(store, keys, timeout_s):
+        missing = [key.rpartition("/")[2] for key in keys if not store.check([key])]
+        who = "another rank" if missing == ["all"] else f"rank {', '.join(missing)}"
+        raise CallTimeoutError(f"{who} did not come to the start ({what}) within {timeout_s:g} s; see its output")
+
+
+def _appeared(store: Store, keys: list[str], timeout_s: float) -> bool:
+    """Return whether all `keys` are there before `timeout_s` has passed."""
     deadline = time.monotonic() + timeout_s
     while not store.check(keys):
         if time.monotonic() > deadline:
-            missing = [key.rpartition("/")[2] for key in keys if not store.check([key])]
-            who = "another rank" if missing == ["all"] else f"rank {', '.join(missing)}"
-            raise CallTimeoutError(f"{who} did not come to the start ({what}) within {timeout_s:g} s; see its output")
+            return False
         time.sleep(_POLL_S)
+    return True

@@ -31,6 +31,7 @@ from deepspeed_mcrdl.backends.base import (
 )
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.operations import counts
+from deepspeed_mcrdl.stores import Patient
 from deepspeed_mcrdl.work import Pending, Then, Together, waiters
 
 _REDUCE_OPS: dict[str, Any] = {
@@ -369,6 +370,11 @@ class GlooBackend(C10dBackend):
         torch.bool: ARITHMETIC_OPS | BIT_OPS,
     }
     silent = frozenset({"send", "recv", "reduce_scatter", "reduce_scatter_tensor"})
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._patient = Patient(job.quick_store)
+        self._store = PrefixStore(self.name, self._patient)
 
     @classmethod
     def unusable(cls) -> str | None:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from deepspeed_mcrdl import shipped
-from deepspeed_mcrdl.bench import train
+from deepspeed_mcrdl.bench import options, train
 from deepspeed_mcrdl.bench.results import write_json
 from deepspeed_mcrdl.errors import ConfigError, MCRDLError
 from tests import launcher
@@ -190,4 +190,4 @@ def test_stock_is_left_out_and_said_so_where_nothing_can_compile_it(monkeypatch,
 def test_a_plot_without_matplotlib_is_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="--plot needs matplotlib: pip install"):
-        train._require_matplotlib()
+        options.require_matplotlib()

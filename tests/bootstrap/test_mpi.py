@@ -116,12 +116,14 @@ def test_a_world_in_torch_order(job: Job, launcher: str, world_size: int) -> Non
     if "mpirun" in launcher and not MPIEXEC.exists():
         pytest.skip("no mpiexec beside this Python")
     code = """
-usable_before, described_before, before = mpi.usable(), mpi.describe(), dict(os.environ)
+usable_before, described_before, started_before = mpi.usable(), mpi.describe(), mpi.started_by()
+before = dict(os.environ)
 comm = start()
 from mpi4py import MPI
 again = start()
 report(rank=comm.rank, size=comm.size, sum=comm.allreduce(1 << rank), again=again.allreduce(rank),
-       described=mpi.describe(), described_before=described_before, usable=[usable_before, mpi.usable()],
+       described=[described_before, mpi.describe()], started_by=[started_before, mpi.started_by()],
+       usable=[usable_before, mpi.usable()],
        same_environment=before == dict(os.environ), any_thread=MPI.Query_thread() == MPI.THREAD_MULTIPLE,
        own=MPI.Comm.Compare(comm, MPI.COMM_WORLD) != MPI.IDENT)
 if world_size == 4:  # else the exit of the process does it
@@ -137,8 +139,8 @@ if world_size == 4:  # else the exit of the process does it
             "size": world_size,
             "sum": 2**world_size - 1,
             "again": sum(range(world_size)),
-            "described": f"{name}, started by {'mpirun' if 'mpirun' in launcher else 'mcrdl'}",
-            "described_before": name,
+            "described": [name, name],
+            "started_by": ["", "mpirun" if "mpirun" in launcher else "mcrdl"],
             "usable": [None, None],
             "same_environment": True,
             "any_thread": True,
