@@ -150,10 +150,9 @@ class Progress:
             waited = time.monotonic() - start
             if waited < pending.yields_s:
                 os.sched_yield()
-            elif self._unfinished or pending.host_driven:
-                time.sleep(_NAP_S)
-            elif self._engines:
-                time.sleep(min(_LONGEST_NAP_S, waited * _NAP_SHARE))
+            elif self._unfinished or self._engines:
+                nap_s = _NAP_S if self._unfinished else min(_LONGEST_NAP_S, waited * _NAP_SHARE)
+                (pending.block if pending.host_driven else time.sleep)(nap_s)
             else:
                 pending.block(min(_BLOCK_S, limit_s))
             if waited > _ANNOUNCE_AFTER_S and not announced and self._arrivals is not None:

@@ -44,8 +44,8 @@ class Pending(ABC):
         """
 
     def block(self, limit_s: float) -> None:
-        """Sleep until it may be done, for at most `limit_s` seconds."""
-        time.sleep(_NAP_S)
+        """Sleep until it may be done or go on, for at most `limit_s` seconds."""
+        time.sleep(min(limit_s, _NAP_S))
 
     def orderable(self) -> bool:
         """Give it a chance to progress; return whether `order` may be called, or raise its error. Must not block.

@@ -33,7 +33,7 @@ def _then_every_other_backend(first):
         cdb.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("first", ["mpi", "gloo"])
+@pytest.mark.parametrize("first", ["shm", "mpi", "gloo"])
 def test_a_group_on_another_backend_than_the_first(ranks, first):
     # pytorch 45549: a default group on MPI breaks new_group on another backend
     ranks(2).run(_then_every_other_backend, first)
@@ -100,7 +100,7 @@ def _pipeline(backends, batched):
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("backends", [("mpi",), ("gloo",), ("mpi", "gloo")], ids="-".join)
+@pytest.mark.parametrize("backends", [("mpi",), ("gloo",), ("shm",), ("shm", "mpi", "gloo")], ids="-".join)
 def test_a_1f1b_pipeline_of_messages_over_mixed_backends(ranks, backends, batched):
     # torchcomms PR 2551, pytorch 102943: an ungrouped batch of messages deadlocks a pipeline
     ranks(4).run(_pipeline, backends, batched, timeout_s=60)
@@ -150,7 +150,9 @@ def _overlapping():
             pairs.reverse()
         tensors = [torch.ones(100_000) for _ in pairs]
         works = [
-            mcrdl.all_reduce(tensor, group=group, backend=("mpi", "gloo")[(step + members[0]) % 2], async_op=True)
+            mcrdl.all_reduce(
+                tensor, group=group, backend=("shm", "mpi", "gloo")[(step + members[0]) % 3], async_op=True
+            )
             for tensor, (group, members) in zip(tensors, pairs, strict=True)
         ]
         for work in works:
@@ -167,7 +169,7 @@ def _averages():
     cdb = use({})
     rank, n = cdb.get_rank(), cdb.get_world_size()
     group = cdb.new_group([0, 2])
-    for backend in ("mpi", "gloo"):
+    for backend in ("shm", "mpi", "gloo"):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             tensor = torch.full((5,), 3.0 * rank, dtype=dtype)
             mcrdl.all_reduce(tensor, "avg", backend=backend)
@@ -211,7 +213,7 @@ def _conflicting_tables(folder):
     rank = dist.get_rank()
     own = folder / str(rank)
     own.mkdir()
-    backend = ("mpi", "gloo")[rank % 2]
+    backend = ("shm", "mpi", "gloo")[rank % 3]
     entry = {"operation": "all_reduce", "dtype": "float", "device": "cpu", "mesh": current().groups.world.mesh}
     here = Fingerprint.here(classes_of(current().backends))
     steps = ({"backend": backend},)
@@ -237,7 +239,7 @@ def _conflicting_tables(folder):
 def test_ranks_with_conflicting_tables_use_that_of_rank_0(ranks, tmp_path):
     # sgl-project 35343, flashinfer 3186: ranks tune alone, choose differently and deadlock
     first, *others = ranks(3).run(_conflicting_tables, tmp_path)
-    assert first[0].backend == "mpi"
+    assert first[0].backend == "shm"
     assert first[0].why == "table, all sizes"
     assert first[1] == str(tmp_path / "0" / "table.json")
     assert all(other == first for other in others)

@@ -14,7 +14,7 @@ from tests.faces.test_waking_up import CONFIG, SCRIPT
 @pytest.fixture
 def arguments(tmp_path):
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(CONFIG))
+    path.write_text(json.dumps({**CONFIG, "mcrdl": {**CONFIG["mcrdl"], "backends": ["mpi", "gloo"]}}))
     return [str(SCRIPT), "--deepspeed_config", str(path)]
 
 

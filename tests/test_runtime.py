@@ -73,12 +73,15 @@ def test_the_block_at_the_start_tells_backends_routes_and_groups(ranks):
     assert "2 ranks on 1 host" in text
     assert "backend mpi: MPICH" in text
     assert "left out nccl: " in text
-    assert "route mpi: all_reduce up to 64 B, reduce" in text
+    assert "route mpi: all_reduce up to 64 B" in text
+    assert "route shm: reduce, broadcast" in text
     assert "route gloo: all_reduce above 64 B" in text
 
 
 def test_every_operation_of_the_catalogue_has_a_backend():
     from deepspeed_mcrdl.backends.c10d import GlooBackend
     from deepspeed_mcrdl.backends.mpi import MPIBackend
+    from deepspeed_mcrdl.backends.shm import ShmBackend
 
-    assert set(MPIBackend.operations()) == set(GlooBackend.operations()) == set(ops.OPERATIONS)
+    for backend in (ShmBackend, MPIBackend, GlooBackend):
+        assert set(backend.operations()) == set(ops.OPERATIONS)

@@ -72,6 +72,7 @@ class Backend(ABC):
         devices: device types whose tensors it takes.
         dtypes: dtypes that it can move.
         reductions: dtype -> reduce operations that it computes rightly.
+        one_host: whether it carries only calls of groups whose ranks are all on one host.
     """
 
     name: ClassVar[str]
@@ -79,6 +80,7 @@ class Backend(ABC):
     devices: ClassVar[frozenset[str]]
     dtypes: ClassVar[frozenset[torch.dtype]]
     reductions: ClassVar[Mapping[torch.dtype, frozenset[str]]]
+    one_host: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -172,6 +174,15 @@ def spread(flat: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for output, part in zip(outputs, torch.split(flat, [t.numel() for t in outputs]), strict=True):
             output.copy_(part.view_as(output))
+
+
+def apart(input: torch.Tensor, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return `input`, or a copy of it if it shares memory with an output, which would be written too early."""
+    start, end = input.data_ptr(), input.data_ptr() + input.nbytes
+    for output in outputs:
+        if start < output.data_ptr() + output.nbytes and output.data_ptr() < end:
+            return input.clone()
+    return input
 
 
 def classes_of(backends: Mapping[str, Backend]) -> dict[str, type[Backend]]:

@@ -25,6 +25,7 @@ from deepspeed_mcrdl.backends.base import (
     INTEGERS,
     Backend,
     Job,
+    apart,
     joined,
     message_tag,
     spread,
@@ -240,7 +241,7 @@ class MPIBackend(Backend):
         if input.data_ptr() == output.data_ptr() + group.rank * input.nbytes:
             own: Any = self._in_place  # DeepSpeed gathers from a view of the output, which MPI takes only like this
         else:
-            input = _apart(input, (output,))
+            input = apart(input, (output,))
             own = self._buffer(input)
         arguments = (own, self._buffer(output))
         return MPIPending(comm.Iallgather(*arguments), (output, input))
@@ -285,7 +286,7 @@ class MPIBackend(Backend):
 
     def reduce_scatter_tensor(self, group: Group, output: torch.Tensor, input: torch.Tensor, op: str) -> Pending:
         comm = self._comms[group]
-        input = _apart(input, (output,))
+        input = apart(input, (output,))
         arguments = (self._buffer(input), self._buffer(output), self._op(input.dtype, op))
         finish = partial(_divide, output, group.size) if op == "avg" else None
         return MPIPending(comm.Ireduce_scatter_block(*arguments), (input, output), finish)
@@ -306,7 +307,7 @@ class MPIBackend(Backend):
         input_splits: Sequence[int] | None,
     ) -> Pending:
         comm = self._comms[group]
-        input = _apart(input, (output,))
+        input = apart(input, (output,))
         if output_splits is None and input_splits is None:
             arguments = (self._buffer(input), self._buffer(output))
             return MPIPending(comm.Ialltoall(*arguments), (output, input))
@@ -317,7 +318,7 @@ class MPIBackend(Backend):
         return MPIPending(comm.Ialltoallv(*arguments), (output, input))
 
     def all_to_all(self, group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
-        inputs = [_apart(input, outputs) for input in inputs]
+        inputs = [apart(input, outputs) for input in inputs]
         return self._exchange(group, dict(enumerate(inputs)), dict(enumerate(outputs)))
 
     def send(self, group: Group, tensor: torch.Tensor, dst: int, tag: int) -> Pending:
@@ -345,12 +346,3 @@ def _divide(tensor: torch.Tensor, size: int) -> None:
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(source.view_as(target))
-
-
-def _apart(input: torch.Tensor, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return `input`, or a copy of it if it shares memory with an output, which MPI forbids."""
-    start, end = input.data_ptr(), input.data_ptr() + input.nbytes
-    for output in outputs:
-        if start < output.data_ptr() + output.nbytes and output.data_ptr() < end:
-            return input.clone()
-    return input

@@ -73,11 +73,15 @@ class Fingerprint(_Model):
         return cls(cpu=cpu_model(), cores=cores(), gpu=gpu_model(), backends=versions)
 
     def differences(self, here: Fingerprint) -> list[str]:
-        """Return what differs `here`, in words; a backend that only one of the two has is no difference."""
+        """Return what differs `here`, in words; a backend that was measured and is not in use is no difference."""
         pairs = [(name, getattr(self, name), getattr(here, name)) for name in ("cpu", "cores", "gpu")]
         common = sorted(self.backends.keys() & here.backends.keys())
         pairs += [(name, self.backends[name], here.backends[name]) for name in common]
-        return [f"{name} {made} there, {found} here" for name, made, found in pairs if made != found]
+        unmeasured = sorted(here.backends.keys() - self.backends.keys())
+        return [
+            *(f"{name} {made} there, {found} here" for name, made, found in pairs if made != found),
+            *(f"{name} was not measured there" for name in unmeasured),
+        ]
 
 
 class Measurement(_Model):

@@ -17,13 +17,14 @@ from tests.programs import use
 def _named_backends():
     use({"default": "gloo"})
     n, rank = mcrdl.get_world_size(), mcrdl.get_rank()
-    assert mcrdl.get_backends() == ["mpi", "gloo"]
-    for backend in ("mpi", "gloo", "auto"):
+    assert mcrdl.get_backends() == ["shm", "mpi", "gloo"]
+    for backend in ("shm", "mpi", "gloo", "auto"):
         tensor = torch.ones(4)
         assert mcrdl.all_reduce(tensor, backend=backend) is None
         assert (tensor == n).all()
     routes = mcrdl.faces.api._runtime()._routes
     assert {(key[2], route.backend) for key, route in routes.items()} == {
+        ("shm", "shm"),
         ("mpi", "mpi"),
         ("gloo", "gloo"),
         ("auto", "gloo"),
@@ -37,7 +38,7 @@ def _named_backends():
 
     started = [torch.full((100,), float(rank)) for _ in range(200)]
     for place, tensor in enumerate(started):
-        mcrdl.all_reduce(tensor, "max", async_op=True, backend=("mpi", "gloo")[place % 2])
+        mcrdl.all_reduce(tensor, "max", async_op=True, backend=("shm", "mpi", "gloo")[place % 3])
     mcrdl.synchronize()
     assert all((tensor == n - 1).all() for tensor in started)
     assert not api._outstanding
@@ -50,7 +51,7 @@ def test_a_backend_is_named_in_each_call(ranks):
 def _vector_forms():
     use({})
     n, rank = mcrdl.get_world_size(), mcrdl.get_rank()
-    for backend in ("mpi", "gloo"):
+    for backend in ("shm", "mpi", "gloo"):
         own = torch.full((rank + 1,), float(rank))
         parts = [torch.empty(r + 1) for r in range(n)]
         mcrdl.all_gatherv(parts, own, backend=backend)
@@ -74,7 +75,7 @@ def test_the_vector_forms_of_the_paper(ranks):
 def _composed():
     use({})
     n, rank = mcrdl.get_world_size(), mcrdl.get_rank()
-    for backend in ("mpi", "gloo"):
+    for backend in ("shm", "mpi", "gloo"):
         several = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(4, dtype=torch.int64)]
         mcrdl.all_reduce_coalesced(several, backend=backend)  # pytorch 35671: several dtypes in one call
         assert all((tensor == n).all() for tensor in several)

@@ -187,7 +187,7 @@ def _asynchronous():
     assert (t == n * n).all()
 
 
-@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "mpi", "gloo"])
 def test_a_handle_tells_when_it_is_done(ranks, backend):
     ranks(2).run(use_and_run, backend)
 

@@ -34,7 +34,7 @@ def woken(run):
         assert name == "MCRDLBackend"
         assert without_shm
         assert "broadcast:gloo" in carried
-        assert "all_reduce:mpi" in carried or "reduce_scatter_tensor:mpi" in carried
+        assert "all_reduce:shm" in carried or "reduce_scatter_tensor:shm" in carried
     return run
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import deepspeed_mcrdl as mcrdl
 
 LIMIT_S = 1.5
-BACKENDS = ("mpi", "gloo")
+BACKENDS = ("shm", "mpi", "gloo")
 
 
 def start(**config):
@@ -90,7 +90,7 @@ def killed(phase):
     say("UP", rank)
     tensor = torch.ones(100_000)
     while True:
-        mcrdl.all_reduce(tensor.fill_(1), backend="gloo" if phase == "gloo" else "mpi")
+        mcrdl.all_reduce(tensor.fill_(1), backend=phase if phase in BACKENDS else "mpi")
 
 
 def waiting():

@@ -78,7 +78,7 @@ def late():
 
 
 @pytest.mark.parametrize("kind", ["blocking", "asynchronous", "large", "barrier", "message", "silent"])
-@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "mpi", "gloo"])
 def test_every_call_ends_in_time_and_names_who_is_missing(late, backend, kind):
     # DeepSpeed 5794: one rank skips a layer, and nobody hears of it
     for rank in (0, 1):
@@ -114,7 +114,7 @@ def test_a_process_with_a_late_call_ends_by_itself_with_one_sentence():
     assert time.monotonic() - began < 40
 
 
-@pytest.mark.parametrize("phase", ["mpi", "gloo", "between"])
+@pytest.mark.parametrize("phase", ["shm", "mpi", "gloo", "between"])
 def test_the_others_end_by_themselves_when_a_rank_is_killed(phase):
     job = Job("killed", phase)
     job.processes[2].wait(60)
@@ -125,12 +125,12 @@ def test_the_others_end_by_themselves_when_a_rank_is_killed(phase):
     assert all("deepspeed_mcrdl: error: rank" in output for _, output in results[:2]), results
 
 
-@pytest.mark.parametrize("phase", ["start", "mpi", "gloo", "between"])
+@pytest.mark.parametrize("phase", ["start", "shm", "mpi", "gloo", "between"])
 def test_the_launcher_ends_in_time_when_a_rank_is_killed(phase):
     shared_memory = set(os.listdir("/dev/shm"))
     run = launcher.deepspeed(PROGRAMS, "killed", phase, ranks=3, timeout_s=90)
     assert run.status != 0
-    assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if "mpi" in name}
+    assert not {name for name in set(os.listdir("/dev/shm")) - shared_memory if "mpi" in name or "mcrdl" in name}
     assert not subprocess.run(["pgrep", "-f", f"{PROGRAMS} killed {phase}"], capture_output=True, text=True).stdout
 
 

@@ -62,6 +62,6 @@ def _run(backend, name):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "mpi", "gloo"])
 def test_more_than_two_gibibytes(ranks, backend, name):
     ranks(2).run(_run, backend, name, timeout_s=500)

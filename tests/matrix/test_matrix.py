@@ -13,7 +13,7 @@ from tests.programs import use
 
 SEED = int(os.environ.get("MCRDL_MATRIX_SEED", "0"))
 SAMPLE = 0.04
-BACKENDS = ["mpi", "gloo", "auto"]
+BACKENDS = ["shm", "mpi", "gloo", "auto"]
 
 
 def test_every_operation_is_in_the_matrix():

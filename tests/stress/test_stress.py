@@ -11,7 +11,7 @@ from deepspeed_mcrdl.operations import OPERATIONS, RECV, SEND
 from tests.matrix.cells import DTYPES, SHAPES, UNEVEN, UNEVEN_FORMS, Cell, make, verify
 from tests.programs import use
 
-BACKENDS = ("mpi", "gloo", "auto")
+BACKENDS = ("shm", "mpi", "gloo", "auto")
 MOST_OUTSTANDING = 24
 SEEDS = [int(seed) for seed in os.environ.get("MCRDL_STRESS_SEEDS", ",".join(map(str, range(20)))).split(",")]
 
@@ -93,7 +93,7 @@ def _groups_come_and_go(cycles):
     for cycle in range(cycles):
         group = cdb.new_group(range(cdb.get_world_size()))
         tensor = torch.ones(4)
-        cdb.runtime.issue(OPERATIONS["all_reduce"], group, (tensor, "sum"), backend=("mpi", "gloo")[cycle % 2])
+        cdb.runtime.issue(OPERATIONS["all_reduce"], group, (tensor, "sum"), backend=("shm", "mpi", "gloo")[cycle % 3])
         assert (tensor == cdb.get_world_size()).all()
         cdb.destroy_process_group(group)
         if cycle in (cycles // 5, cycles - 1):

@@ -1,0 +1,46 @@
+/* The extension module: shared memory between the ranks of one host. */
+
+#include "shm.h"
+
+static const char landmark[] = "deepspeed_mcrdl: another rank may read this";
+
+static PyObject *where(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(nothing)) {
+    return PyLong_FromVoidPtr((void *)landmark);
+}
+
+static PyObject *can_read(PyObject *Py_UNUSED(self), PyObject *args) {
+    int pid;
+    unsigned long long address;
+    char found[sizeof landmark];
+    if (!PyArg_ParseTuple(args, "iK", &pid, &address)) return NULL;
+    bool same = read_process(pid, found, address, sizeof found);
+    for (size_t i = 0; same && i < sizeof found; i++) same = found[i] == landmark[i];
+    return PyBool_FromLong(same);
+}
+
+static PyMethodDef methods[] = {
+    {"where", where, METH_NOARGS, "where() -> address of bytes that can_read looks for."},
+    {"can_read", can_read, METH_VARARGS, "can_read(pid, address) -> whether the memory of that process can be read."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_shm", "Shared memory between the ranks of one host.", -1, methods, NULL, NULL, NULL, NULL,
+};
+
+static PyTypeObject *add_type(PyObject *module, PyType_Spec *spec, const char *name) {
+    PyObject *type = PyType_FromSpec(spec);
+    if (!type) return NULL;
+    Py_INCREF(type);
+    if (PyModule_AddObject(module, name, type) < 0) return NULL;
+    return (PyTypeObject *)type;
+}
+
+PyMODINIT_FUNC PyInit__shm(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (!module || !(operation_type = add_type(module, &operation_spec, "Operation")) ||
+        !(message_type = add_type(module, &message_spec, "Message")) ||
+        !add_type(module, &collectives_spec, "Collectives") || !add_type(module, &messages_spec, "Messages"))
+        return NULL;
+    return module;
+}

@@ -1,0 +1,487 @@
+"""Memory shared by the ranks of one host: CPU tensors, copied in and out of it or straight from rank to rank.
+
+The loops are in the extension `_shm` (backends/native/, whose files say how the ranks talk to each other). Here are the
+segments: each group has one for its collectives, the ranks of a host have one for their messages.
+
+A sum is added up in the order of the group's ranks on every rank, so all get the same bits; 16-bit floats are added up
+in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import mmap
+import os
+import secrets
+import select
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from deepspeed_mcrdl.backends.base import (
+    ARITHMETIC_OPS,
+    BIT_OPS,
+    COMPLEX,
+    FLOATS,
+    INTEGERS,
+    MOVABLE,
+    Backend,
+    Job,
+    apart,
+    message_tag,
+)
+from deepspeed_mcrdl.errors import MCRDLError
+from deepspeed_mcrdl.groups import Group
+from deepspeed_mcrdl.machine import cores
+from deepspeed_mcrdl.operations import counts
+from deepspeed_mcrdl.stores import Patient, exchange
+from deepspeed_mcrdl.work import Pending
+
+_FOLDER = Path("/dev/shm")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SLOTS = 4
+_SLOT_BYTES = 128 * 1024
+_LEAST_SLOT_BYTES = 4 * 1024
+_RING_BYTES = 1024 * 1024
+_ALL_RINGS_BYTES = 16 * 1024 * 1024
+_LEAST_RING_BYTES = 8 * 1024
+# Bytes from which blocks and messages are read out of the other process by the kernel rather than copied twice in the
+# caches. Never, by default: it was slower at every size where we measured (docs/ARCHITECTURE.md).
+SINGLE_COPY = "MCRDL_SHM_SINGLE_COPY_BYTES"
+_NEVER = 2**62
+_SPLIT_BYTES = 16 * 1024  # all_reduce of more than two ranks: from here on each reduces a part
+_SPINS = 200
+_SLEEPS_BETWEEN_WATCHES = 100  # each of at most a millisecond
+_MAX_TAG = 2**62
+
+# The order of the tables in native/reduce_kernels.h.
+_TYPES = {
+    dtype: place
+    for place, dtype in enumerate(
+        (
+            *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+            *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        )
+    )
+}
+_OPS = {op: place for place, op in enumerate(("sum", "avg", "min", "max", "product", "band", "bor", "bxor"))}
+
+
+def _extension() -> ModuleType | None:
+    try:
+        from deepspeed_mcrdl.backends import _shm
+    except ImportError:
+        return None
+    return _shm
+
+
+def _reductions() -> dict[tuple[torch.dtype, str], tuple[int, int, int]]:
+    """Return (dtype, op) -> what the extension calls them: type, operation, bytes of an element."""
+    table = {(dtype, op): (_TYPES[dtype], _OPS[op], dtype.itemsize) for dtype in _TYPES for op in _OPS}
+    for op in _OPS:
+        # The sum of truth values is their "or"; a sum of bytes would be 2.
+        table[torch.bool, op] = (_TYPES[torch.uint8], _OPS["max" if op == "sum" else op], 1)
+    for dtype, part in ((torch.complex64, torch.float32), (torch.complex128, torch.float64)):
+        for op in ("sum", "avg"):
+            table[dtype, op] = table[part, op]
+    return table
+
+
+_REDUCTIONS = _reductions()
+
+
+class _Done(Pending):
+    """An operation that was done when it was started."""
+
+    def poll(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+class ShmPending(Pending):
+    """An operation in shared memory.
+
+    Args:
+        handle: the extension's Operation or Message.
+        peers: who may end before it is done.
+        ranks: global ranks by place, to name the source of a message.
+    """
+
+    host_driven = True
+
+    def __init__(self, handle: Any, peers: Peers, ranks: Sequence[int]) -> None:
+        self._handle = handle
+        self._peers = peers
+        self._ranks = ranks
+        self._sleeps = 0
+
+    def poll(self) -> bool:
+        done: bool = self._handle.poll()
+        return done
+
+    def block(self, limit_s: float) -> None:
+        self._handle.block(limit_s)
+        self._sleeps += 1
+        if self._sleeps % _SLEEPS_BETWEEN_WATCHES:
+            return
+        gone = self._peers.gone(self._ranks)
+        if gone is not None and not self._handle.poll():  # what it has left in shared memory is still there
+            raise MCRDLError(f"rank {gone} has ended before the call was done; see its output")
+
+    def source_rank(self) -> int:
+        place: int = self._handle.source()
+        return self._ranks[place]
+
+
+class Peers:
+    """The other ranks on this host, and whether one has ended without a word.
+
+    Args:
+        roster: shared memory with a byte for each place; 1: the rank has closed the backend.
+        ranks: global ranks by place.
+        place: this rank's place.
+        pids: process ids by place, 0 where they mean nothing here.
+    """
+
+    def __init__(self, roster: mmap.mmap, ranks: Sequence[int], place: int, pids: Sequence[int]) -> None:
+        self._roster = roster
+        self._place = place
+        self._places = {rank: index for index, rank in enumerate(ranks)}
+        self._watched: dict[int, int] = {}
+        self._poll = select.poll()
+        for index, pid in enumerate(pids):
+            if index == place or not pid:
+                continue
+            try:
+                descriptor = os.pidfd_open(pid)
+            except OSError:
+                continue  # an old kernel, or it has ended: the time limit remains
+            self._watched[descriptor] = index
+            self._poll.register(descriptor, select.POLLIN)
+
+    def gone(self, ranks: Sequence[int]) -> int | None:
+        """Return one of `ranks` whose process has ended without closing the backend."""
+        ended = {self._watched[descriptor] for descriptor, _ in self._poll.poll(0)}
+        return next((r for r in ranks if (i := self._places[r]) in ended and not self._roster[i]), None)
+
+    def close(self) -> None:
+        """Tell the others that this rank ends in order."""
+        self._roster[self._place] = 1
+        for descriptor in self._watched:
+            os.close(descriptor)
+        self._watched.clear()
+        self._poll = select.poll()
+
+
+class ShmBackend(Backend):
+    """Shared memory between the ranks of one host."""
+
+    name = "shm"
+    preference = 15
+    devices = frozenset({"cpu"})
+    one_host = True
+    dtypes = MOVABLE
+    reductions = {  # noqa: RUF012 - declared as ClassVar in Backend
+        **dict.fromkeys(FLOATS, ARITHMETIC_OPS | {"avg"}),
+        **dict.fromkeys(INTEGERS, ARITHMETIC_OPS | BIT_OPS),
+        **dict.fromkeys(COMPLEX, frozenset({"sum", "avg"})),
+        torch.bool: ARITHMETIC_OPS | BIT_OPS,
+    }
+
+    @classmethod
+    def unusable(cls) -> str | None:
+        if _extension() is None:
+            return "built without its C extension: it needs a C compiler when deepspeed_mcrdl is installed"
+        return None if os.access(_FOLDER, os.W_OK) else f"{_FOLDER} can't be written to"
+
+    @classmethod
+    def version(cls) -> str:
+        return f"deepspeed_mcrdl {version('deepspeed_mcrdl')}"
+
+    def details(self) -> str:
+        return f"single copies from {self._single_copy} bytes on" if self._pids[0] else ""
+
+    def __init__(self, job: Job) -> None:
+        extension = _extension()
+        assert extension is not None  # unusable() says so first
+        self._extension = extension
+        self._job = job
+        self._patient = Patient(job.quick_store)
+        self._store = PrefixStore(self.name, self._patient)
+        self._ranks = [rank for rank in range(job.world_size) if job.hosts[rank] == job.hosts[job.rank]]
+        self._place = self._ranks.index(job.rank)
+        self._places = {rank: place for place, rank in enumerate(self._ranks)}
+        self._single_copy = int(os.environ.get(SINGLE_COPY, _NEVER))
+        self._spins = 0 if len(self._ranks) > cores() else _SPINS
+        self._groups: dict[Group, Any] = {}
+        here = [_BOOT_ID.read_text().strip(), os.readlink("/proc/self/ns/pid"), os.getpid(), extension.where()]
+        told = self._exchange("here", here)
+        if len({boot for boot, *_ in told}) > 1:
+            raise MCRDLError(f"the host name {job.hosts[job.rank]} is that of several machines")
+        see = [namespace == here[1] for _, namespace, *_ in told]
+        readable = (
+            self._single_copy < _NEVER
+            and all(see)
+            and all(extension.can_read(pid, address) for _, _, pid, address in told)
+        )
+        direct = all(self._exchange("readable", readable))
+        self._pids = [pid if direct else 0 for *_, pid, _ in told]
+        ring = min(_RING_BYTES, max(_LEAST_RING_BYTES, _ALL_RINGS_BYTES // len(self._ranks) ** 2 // 64 * 64))
+        n = len(self._ranks)
+        roster, _ = self._segment(f"roster/{self._ranks[0]}", self._ranks, lambda _: n, [0])
+        self._peers = Peers(
+            mmap.mmap(roster, n), self._ranks, self._place, [t[2] * same for t, same in zip(told, see, strict=True)]
+        )
+        os.close(roster)
+        rings, ring = self._segment(
+            f"rings/{self._ranks[0]}", self._ranks, lambda size: extension.Messages.size(n, size), _halves(ring, 4096)
+        )
+        self._messages = extension.Messages(rings, self._place, n, ring, self._single_copy, self._spins, self._pids)
+        os.close(rings)
+        self._progress = job.progress
+        self._turn: Callable[[], object] = self._messages.turn
+        self._progress.add_engine(self._turn)
+
+    def _exchange(self, what: str, value: Any) -> list[Any]:
+        job = self._job
+        key = f"{self.name}/{what}"
+        everybody = exchange(job.quick_store, key, job.rank, job.world_size, value, job.start_timeout_s)
+        return [everybody[rank] for rank in self._ranks]
+
+    def _segment(
+        self, key: str, ranks: Sequence[int], size: Callable[[int], int], choices: Sequence[int]
+    ) -> tuple[int, int]:
+        """Make a segment of shared memory with `ranks`; all of them call it.
+
+        Args:
+            key: a name that all of them know it by.
+            ranks: global ranks on this host.
+            size: choice -> bytes of the segment.
+            choices: what to try, as long as there is no room, in this order.
+
+        Returns:
+            A file descriptor of it, and the choice that was taken.
+        """
+        if self._job.rank != ranks[0]:
+            told = json.loads(self._store.get(key))
+            if "error" in told:
+                raise MCRDLError(told["error"])
+            descriptor = os.open(told["path"], os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._store.set(f"{key}/{self._job.rank}", "open")
+            return descriptor, told["choice"]
+        path = _FOLDER / f"mcrdl_{secrets.token_hex(12)}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            choice = _allocate(descriptor, size, choices)
+            self._store.set(key, json.dumps({"path": str(path), "choice": choice}))
+            self._store.wait([f"{key}/{rank}" for rank in ranks[1:]])
+        except Exception as error:
+            self._store.set(key, json.dumps({"error": str(error)}))
+            os.close(descriptor)
+            raise
+        finally:
+            path.unlink()  # from now on it lives as long as the processes that have it open
+        return descriptor, choice
+
+    def join(self, group: Group) -> None:
+        if not set(group.ranks) <= self._places.keys():
+            return  # it spans hosts, so that no call of it comes here
+        n = group.size
+        # A slot takes a part for each rank, and the address of a block for each.
+        least = max(_LEAST_SLOT_BYTES, n * 256)
+        descriptor, slot_bytes = self._segment(
+            f"group/{group.number}",
+            group.ranks,
+            lambda size: self._extension.Collectives.size(n, _SLOTS, size),
+            _halves(max(_SLOT_BYTES, least), least),
+        )
+        pids = [self._pids[self._places[rank]] for rank in group.ranks]
+        try:
+            self._groups[group] = self._extension.Collectives(
+                descriptor, group.rank, n, _SLOTS, slot_bytes, self._single_copy, self._spins, pids
+            )
+        finally:
+            os.close(descriptor)
+
+    def leave(self, group: Group) -> None:
+        collectives = self._groups.pop(group, None)
+        if collectives is not None:
+            collectives.close()
+
+    def close(self) -> None:
+        self._progress.remove_engine(self._turn)
+        self._peers.close()
+        for group in tuple(self._groups):
+            self.leave(group)
+        self._messages.close()
+
+    def _pending(self, handle: Any, group: Group) -> Pending:
+        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+
+    def all_reduce(self, group: Group, tensor: torch.Tensor, op: str) -> Pending:
+        return self._reduce(group, tensor, -1, op)
+
+    def reduce(self, group: Group, tensor: torch.Tensor, dst: int, op: str) -> Pending:
+        return self._reduce(group, tensor, group.index(dst), op)
+
+    def _reduce(self, group: Group, tensor: torch.Tensor, root: int, op: str) -> Pending:
+        reduction = _REDUCTIONS[tensor.dtype, op]
+        handle = self._groups[group].reduce(tensor.data_ptr(), tensor.nbytes, *reduction, root, _SPLIT_BYTES, tensor)
+        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+
+    def broadcast(self, group: Group, tensor: torch.Tensor, src: int) -> Pending:
+        handle = self._groups[group].broadcast(tensor.data_ptr(), tensor.nbytes, group.index(src), tensor)
+        return self._pending(handle, group)
+
+    def all_gather_into_tensor(self, group: Group, output: torch.Tensor, input: torch.Tensor) -> Pending:
+        source, target, block = input.data_ptr(), output.data_ptr(), input.nbytes
+        if source != target + group.rank * block and source < target + group.size * block and target < source + block:
+            input = input.clone()
+            source = input.data_ptr()
+        handle = self._groups[group].all_gather(source, target, block, (output, input))
+        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+
+    def all_gather(self, group: Group, outputs: Sequence[torch.Tensor], input: torch.Tensor) -> Pending:
+        return self._gather(group, outputs, input, agreed=True)
+
+    def gather(self, group: Group, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, dst: int) -> Pending:
+        return self._gather(group, outputs if group.rank == group.index(dst) else None, input, agreed=True)
+
+    def gatherv(self, group: Group, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, dst: int) -> Pending:
+        return self._gather(group, outputs if group.rank == group.index(dst) else None, input, agreed=False)
+
+    def _gather(
+        self, group: Group, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, agreed: bool
+    ) -> Pending:
+        input = apart(input, outputs or ())
+        places, sizes = _memory(outputs, group.size)
+        handle = self._groups[group].gather(input.data_ptr(), input.nbytes, places, sizes, agreed, (outputs, input))
+        return self._pending(handle, group)
+
+    def scatter(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Pending:
+        return self._scatter(group, output, inputs, group.index(src), agreed=True)
+
+    def scatterv(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Pending:
+        return self._scatter(group, output, inputs, group.index(src), agreed=False)
+
+    def _scatter(
+        self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int, agreed: bool
+    ) -> Pending:
+        inputs = None if group.rank != root or inputs is None else [apart(input, (output,)) for input in inputs]
+        outputs: list[torch.Tensor | None] = [None] * group.size
+        outputs[root] = output
+        handle = self._groups[group].exchange(
+            *_memory(inputs, group.size), *_memory(outputs, group.size), agreed, (output, inputs)
+        )
+        return self._pending(handle, group)
+
+    def reduce_scatter_tensor(self, group: Group, output: torch.Tensor, input: torch.Tensor, op: str) -> Pending:
+        source, target, block = input.data_ptr(), output.data_ptr(), output.nbytes
+        if source < target + block and target < source + group.size * block:
+            input = input.clone()
+            source = input.data_ptr()
+        reduction = _REDUCTIONS[input.dtype, op]
+        handle = self._groups[group].reduce_scatter(source, target, block, *reduction, (output, input))
+        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+
+    def reduce_scatter(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str) -> Pending:
+        inputs = [apart(input, (output,)) for input in inputs]
+        reduction = _REDUCTIONS[output.dtype, op]
+        handle = self._groups[group].reduce_scatter_list(
+            *_memory(inputs, group.size), output.data_ptr(), *reduction, (output, inputs)
+        )
+        return self._pending(handle, group)
+
+    def all_to_all_single(
+        self,
+        group: Group,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+    ) -> Pending:
+        collectives = self._groups[group]
+        if output_splits is None and input_splits is None:
+            source, target, size = input.data_ptr(), output.data_ptr(), input.nbytes
+            if source < target + size and target < source + size:
+                input = input.clone()
+                source = input.data_ptr()
+            handle = collectives.all_to_all(source, target, size // group.size, (output, input))
+        else:
+            input = apart(input, (output,))
+            handle = collectives.exchange(
+                *_cut(input, input_splits, group.size), *_cut(output, output_splits, group.size), False, (output, input)
+            )
+        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+
+    def all_to_all(self, group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
+        inputs = [apart(input, outputs) for input in inputs]
+        handle = self._groups[group].exchange(
+            *_memory(inputs, group.size), *_memory(outputs, group.size), False, (outputs, inputs)
+        )
+        return self._pending(handle, group)
+
+    def send(self, group: Group, tensor: torch.Tensor, dst: int, tag: int) -> Pending:
+        group.index(dst)
+        return self._message(self._messages.send, group, tensor, self._places[dst], tag)
+
+    def recv(self, group: Group, tensor: torch.Tensor, src: int | None, tag: int) -> Pending:
+        if src is not None:
+            group.index(src)
+        return self._message(self._messages.recv, group, tensor, -1 if src is None else self._places[src], tag)
+
+    def _message(self, start: Callable[..., Any], group: Group, tensor: torch.Tensor, place: int, tag: int) -> Pending:
+        combined = message_tag(group, tag, _MAX_TAG)
+        handle = start(tensor.data_ptr(), tensor.nbytes, place, combined, tensor)
+        return _DONE if handle is None else ShmPending(handle, self._peers, self._ranks)
+
+    def barrier(self, group: Group) -> Pending:
+        handle = self._groups[group].barrier()
+        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+
+
+def _allocate(descriptor: int, size: Callable[[int], int], choices: Sequence[int]) -> int:
+    """Give a file room for the first of `choices` for which there is some, and return it."""
+    for choice in choices:
+        try:
+            os.posix_fallocate(descriptor, 0, size(choice))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            os.ftruncate(descriptor, 0)
+        else:
+            return choice
+    free = os.statvfs(_FOLDER)
+    raise MCRDLError(
+        f"{_FOLDER} has {free.f_bavail * free.f_frsize} bytes free, where {size(choices[-1])} are needed: remount it "
+        "larger (docker run --shm-size=1g), or leave the backend shm out"
+    )
+
+
+def _halves(most: int, least: int) -> list[int]:
+    """Return `most`, its half, and so on, down to `least`."""
+    sizes = itertools.takewhile(lambda size: size > least, (most >> step for step in range(64)))
+    return [*sizes, least]
+
+
+def _memory(tensors: Sequence[torch.Tensor | None] | None, size: int) -> tuple[list[int], list[int]]:
+    """Return the address and the bytes of each tensor, zeros for none."""
+    if tensors is None:
+        return [0] * size, [0] * size
+    return [0 if t is None else t.data_ptr() for t in tensors], [0 if t is None else t.nbytes for t in tensors]
+
+
+def _cut(tensor: torch.Tensor, splits: Sequence[int] | None, size: int) -> tuple[list[int], list[int]]:
+    """Return the address and the bytes of each rank's part of `tensor`."""
+    sizes = [count * tensor.element_size() for count in counts(tensor, splits, size)]
+    starts = itertools.accumulate(sizes[:-1], initial=tensor.data_ptr())
+    return list(starts), sizes

@@ -1,0 +1,236 @@
+"""What is particular to shared memory; tests/matrix and its neighbours have it among the other backends."""
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+
+import pytest
+import torch
+
+import deepspeed_mcrdl as mcrdl
+from deepspeed_mcrdl.backends import shm
+from deepspeed_mcrdl.backends.shm import SINGLE_COPY, ShmBackend
+from deepspeed_mcrdl.errors import CallFailedError, MCRDLError
+from deepspeed_mcrdl.runtime import current
+from tests.backends.test_operations_on_backends import _all_operations
+from tests.programs import use
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(ShmBackend.unusable() is not None, reason=str(ShmBackend.unusable()))
+
+
+def _names():
+    return {name for name in os.listdir("/dev/shm") if name.startswith("mcrdl_")}
+
+
+def _every_half():
+    use({"default": "shm"})
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.float16, torch.bfloat16):
+        numbers = every.view(dtype)
+        numbers = numbers[~numbers.isnan()]
+        tensor = numbers.clone()
+        mcrdl.all_reduce(tensor, "max")
+        assert torch.equal(tensor.view(torch.int16), numbers.view(torch.int16))
+        generator = torch.Generator().manual_seed(1)
+        both = [numbers[torch.randperm(len(numbers), generator=generator)] for _ in range(2)]
+        tensor = both[mcrdl.get_rank()].clone()
+        mcrdl.all_reduce(tensor)
+        wanted = (both[0].float() + both[1].float()).to(dtype)
+        assert torch.equal(tensor.isnan(), wanted.isnan())
+        assert torch.equal(tensor[~tensor.isnan()], wanted[~wanted.isnan()])
+
+
+def test_16_bit_floats_are_rounded_once_to_the_nearest(ranks):
+    ranks(2).run(_every_half)
+
+
+def _order_of_sums():
+    use({"default": "shm"})
+    me, n = mcrdl.get_rank(), mcrdl.get_world_size()
+    for count in (1, 1000, 5000, 300_001):
+        parts = [torch.randn(count, generator=torch.Generator().manual_seed(seed)) for seed in range(n)]
+        wanted = parts[0]
+        for part in parts[1:]:
+            wanted = wanted + part
+        tensor = parts[me].clone()
+        mcrdl.all_reduce(tensor)
+        assert torch.equal(tensor, wanted), count
+        mine, output = torch.stack(parts)[me].repeat(n), torch.empty(count)
+        mcrdl.reduce_scatter_tensor(output, mine)
+        assert torch.equal(output, wanted), count
+
+
+def test_sums_are_added_up_in_the_order_of_ranks_everywhere(ranks):
+    ranks(3).run(_order_of_sums)
+
+
+def _single_copies():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SINGLE_COPY, "1")
+        _all_operations("shm")
+    assert "single copies" in current().backends["shm"].details()
+    _messages_of_all_sizes()
+
+
+def test_every_operation_is_right_with_single_copies(ranks):
+    ranks(3).run(_single_copies)
+
+
+def _messages_of_all_sizes():
+    me, n = mcrdl.get_rank(), mcrdl.get_world_size()
+    sizes = (0, 1, 100, 5000, 300_000, 3, 1_000_000)
+    sends = [
+        mcrdl.isend(torch.full((size,), me * 10.0 + tag), other, tag=tag, backend="shm")
+        for other in range(n)
+        for tag, size in enumerate(sizes)
+    ]
+    for tag in reversed(range(len(sizes))):  # none is expected when it comes
+        tensors = [torch.zeros(sizes[tag]) for _ in range(n)]
+        works = [mcrdl.irecv(tensor, other, tag=tag, backend="shm") for other, tensor in enumerate(tensors)]
+        for other, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
+            work.wait()
+            assert (tensor == other * 10.0 + tag).all()
+    for send in sends:
+        send.wait()
+
+
+def _many_messages():
+    use({})
+    _messages_of_all_sizes()
+    me, n = mcrdl.get_rank(), mcrdl.get_world_size()
+    if me == 0:
+        seen = []
+        for _ in range(200 * (n - 1)):
+            tensor = torch.zeros(1)
+            work = mcrdl.irecv(tensor, None, backend="shm")
+            work.wait()
+            seen.append((work.source_rank(), int(tensor)))
+        for other in range(1, n):
+            assert [number for source, number in seen if source == other] == list(range(200))
+    else:
+        for number in range(200):
+            mcrdl.isend(torch.tensor([float(number)]), 0, backend="shm").wait()
+    mcrdl.barrier()
+
+
+def test_messages_come_whole_and_in_order_whenever_they_are_received(ranks):
+    ranks(3).run(_many_messages)
+
+
+def _too_long():
+    use({})
+    if mcrdl.get_rank() == 0:
+        mcrdl.send(torch.ones(10), 1, backend="shm")
+    else:
+        with pytest.raises(CallFailedError, match="the message is longer than the 20 bytes of the tensor"):
+            mcrdl.recv(torch.ones(5), 0, backend="shm")
+    mcrdl.barrier()
+
+
+def test_a_message_that_does_not_fit_is_an_error(ranks):
+    ranks(2).run(_too_long)
+
+
+def test_nothing_is_left_in_the_folder(ranks):
+    before = _names()
+    ranks(2).run(_many_messages)
+    assert _names() <= before
+
+
+def _killed():
+    use({})
+    if mcrdl.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(MCRDLError, match="rank 1 has ended before the call was done"):
+        mcrdl.all_reduce(torch.ones(10), backend="shm")
+    assert time.monotonic() - began < 2
+
+
+def test_a_rank_that_is_killed_is_noticed_in_two_seconds():
+    own = Ranks(3)
+    try:
+        with pytest.raises(AssertionError) as failure:
+            own.run(_killed, timeout_s=20)
+        assert len(str(failure.value).splitlines()) == 1, failure.value
+        assert str(failure.value).startswith("rank 1: the process ended with status")
+    finally:
+        own.close()
+
+
+def _ended_in_order():
+    use({})
+    tensor = torch.full((10,), float(mcrdl.get_rank()))
+    if mcrdl.get_rank() == 1:
+        mcrdl.gather(tensor, None, 0, backend="shm")
+        current().close()
+        return
+    time.sleep(1)
+    outputs = [torch.zeros(10), torch.zeros(10)]
+    mcrdl.gather(tensor, outputs, 0, backend="shm")
+    assert (outputs[1] == 1).all()
+
+
+def test_what_a_rank_has_left_is_read_after_it_has_closed():
+    own = Ranks(2)
+    try:
+        own.run(_ended_in_order, timeout_s=20)
+    finally:
+        own.close()
+
+
+def test_less_is_taken_where_there_is_little_room():
+    large, larger = 10**13, 10**14
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        assert shm._allocate(file.fileno(), lambda choice: choice, [larger, large, 4096]) == 4096
+        assert os.fstat(file.fileno()).st_size == 4096
+        with pytest.raises(MCRDLError, match=rf"/dev/shm has \d+ bytes free, where {large} are needed: remount it"):
+            shm._allocate(file.fileno(), lambda choice: choice, [large])
+    assert shm._halves(65536, 10_000) == [65536, 32768, 16384, 10_000]
+
+
+def test_without_the_extension_it_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed_mcrdl.backends._shm", None)
+    monkeypatch.delattr("deepspeed_mcrdl.backends._shm", raising=False)
+    assert "built without its C extension: it needs a C compiler" in ShmBackend.unusable()
+
+
+def _byte_by_byte(calls, seed):
+    """Random calls on three overlapping groups, half of them asynchronous, every byte of every result checked."""
+    face = use({})
+    me, n = mcrdl.get_rank(), mcrdl.get_world_size()
+    groups = [(None, list(range(n)))]
+    for members in ([0, 1], list(range(1, n))):
+        group = face.new_group(members)
+        if me in members:
+            groups.append((group, members))
+    generators = [random.Random(f"{seed}/{members}") for _, members in groups]  # the same on all members
+    for call in range(0, calls, 2):
+        for (group, members), generator in zip(groups, generators, strict=True):
+            size, k, place = int(2 ** generator.uniform(0, 14)), len(members), members.index(me)
+            tensor = torch.full((size,), call % 50 + place, dtype=torch.int32)
+            work = mcrdl.all_reduce(tensor, group=group, backend="shm", async_op=True)
+            blocks = torch.arange(k * 8, dtype=torch.int32) + place * 1000
+            output = torch.empty_like(blocks)
+            mcrdl.all_to_all_single(output, blocks, group=group, backend="shm")
+            work.wait()
+            assert (tensor == k * (call % 50) + k * (k - 1) // 2).all()
+            wanted = torch.cat([torch.arange(8, dtype=torch.int32) + place * 8 + p * 1000 for p in range(k)])
+            assert torch.equal(output, wanted)
+    for group, _ in groups[1:]:
+        face.destroy_process_group(group)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world_size", "calls"), [(2, 600_000), (4, 100_000)])
+def test_a_million_calls_byte_by_byte(ranks, world_size, calls):
+    ranks(world_size).run(_byte_by_byte, calls, world_size, timeout_s=800)
+
+
+def test_some_calls_byte_by_byte(ranks):
+    ranks(3).run(_byte_by_byte, 4000, 0)
