@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 
 .PHONY: demo test test-matrix test-peers test-stress test-large lint wheel clean
 demo: $(STAMP)
-	$(BIN)/mcrdl bench train --workload moe --preset comm --backends stock,gloo,mpi,mixed --ranks 2 --rounds 1
+	$(BIN)/mcrdl bench train --workload moe --preset comm --backends stock,gloo,mpi,auto --ranks 2 --rounds 1
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backends",
         type=options.names,
-        default="stock,gloo,mpi,mixed",
+        default="stock,gloo,mpi,auto",
         help="comma-separated: stock, or a config of the workload",
     )
     parser.add_argument("--ranks", type=options.at_least(1), default=2)
