@@ -9,13 +9,9 @@ in float32 and rounded once.
 
 from __future__ import annotations
 
-import errno
 import itertools
-import json
 import mmap
 import os
-import secrets
-import select
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +33,7 @@ from deepspeed_mcrdl.backends.base import (
     apart,
     message_tag,
 )
+from deepspeed_mcrdl.backends.shm_segments import FOLDER, Peers, halves, make_segment
 from deepspeed_mcrdl.errors import MCRDLError
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.machine import cores
@@ -44,7 +41,6 @@ from deepspeed_mcrdl.operations import counts
 from deepspeed_mcrdl.stores import Patient, exchange
 from deepspeed_mcrdl.work import Pending
 
-_FOLDER = Path("/dev/shm")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SLOTS = 4
 _SLOT_BYTES = 128 * 1024
@@ -142,46 +138,6 @@ class ShmPending(Pending):
         return self._ranks[place]
 
 
-class Peers:
-    """The other ranks on this host, and whether one has ended without a word.
-
-    Args:
-        roster: shared memory with a byte for each place; 1: the rank has closed the backend.
-        ranks: global ranks by place.
-        place: this rank's place.
-        pids: process ids by place, 0 where they mean nothing here.
-    """
-
-    def __init__(self, roster: mmap.mmap, ranks: Sequence[int], place: int, pids: Sequence[int]) -> None:
-        self._roster = roster
-        self._place = place
-        self._places = {rank: index for index, rank in enumerate(ranks)}
-        self._watched: dict[int, int] = {}
-        self._poll = select.poll()
-        for index, pid in enumerate(pids):
-            if index == place or not pid:
-                continue
-            try:
-                descriptor = os.pidfd_open(pid)
-            except OSError:
-                continue  # an old kernel, or it has ended: the time limit remains
-            self._watched[descriptor] = index
-            self._poll.register(descriptor, select.POLLIN)
-
-    def gone(self, ranks: Sequence[int]) -> int | None:
-        """Return one of `ranks` whose process has ended without closing the backend."""
-        ended = {self._watched[descriptor] for descriptor, _ in self._poll.poll(0)}
-        return next((r for r in ranks if (i := self._places[r]) in ended and not self._roster[i]), None)
-
-    def close(self) -> None:
-        """Tell the others that this rank ends in order."""
-        self._roster[self._place] = 1
-        for descriptor in self._watched:
-            os.close(descriptor)
-        self._watched.clear()
-        self._poll = select.poll()
-
-
 class ShmBackend(Backend):
     """Shared memory between the ranks of one host."""
 
@@ -201,7 +157,7 @@ class ShmBackend(Backend):
     def unusable(cls) -> str | None:
         if _extension() is None:
             return "built without its C extension: it needs a C compiler when deepspeed_mcrdl is installed"
-        return None if os.access(_FOLDER, os.W_OK) else f"{_FOLDER} can't be written to"
+        return None if os.access(FOLDER, os.W_OK) else f"{FOLDER} can't be written to"
 
     @classmethod
     def version(cls) -> str:
@@ -243,7 +199,7 @@ class ShmBackend(Backend):
         )
         os.close(roster)
         rings, ring = self._segment(
-            f"rings/{self._ranks[0]}", self._ranks, lambda size: extension.Messages.size(n, size), _halves(ring, 4096)
+            f"rings/{self._ranks[0]}", self._ranks, lambda size: extension.Messages.size(n, size), halves(ring, 4096)
         )
         self._messages = extension.Messages(rings, self._place, n, ring, self._single_copy, self._spins, self._pids)
         os.close(rings)
@@ -260,37 +216,7 @@ class ShmBackend(Backend):
     def _segment(
         self, key: str, ranks: Sequence[int], size: Callable[[int], int], choices: Sequence[int]
     ) -> tuple[int, int]:
-        """Make a segment of shared memory with `ranks`; all of them call it.
-
-        Args:
-            key: a name that all of them know it by.
-            ranks: global ranks on this host.
-            size: choice -> bytes of the segment.
-            choices: what to try, as long as there is no room, in this order.
-
-        Returns:
-            A file descriptor of it, and the choice that was taken.
-        """
-        if self._job.rank != ranks[0]:
-            told = json.loads(self._store.get(key))
-            if "error" in told:
-                raise MCRDLError(told["error"])
-            descriptor = os.open(told["path"], os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            self._store.set(f"{key}/{self._job.rank}", "open")
-            return descriptor, told["choice"]
-        path = _FOLDER / f"mcrdl_{secrets.token_hex(12)}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            choice = _allocate(descriptor, size, choices)
-            self._store.set(key, json.dumps({"path": str(path), "choice": choice}))
-            self._store.wait([f"{key}/{rank}" for rank in ranks[1:]])
-        except Exception as error:
-            self._store.set(key, json.dumps({"error": str(error)}))
-            os.close(descriptor)
-            raise
-        finally:
-            path.unlink()  # from now on it lives as long as the processes that have it open
-        return descriptor, choice
+        return make_segment(self._store, self._job.rank, key, ranks, size, choices)
 
     def join(self, group: Group) -> None:
         if not set(group.ranks) <= self._places.keys():
@@ -302,7 +228,7 @@ class ShmBackend(Backend):
             f"group/{group.number}",
             group.ranks,
             lambda size: self._extension.Collectives.size(n, _SLOTS, size),
-            _halves(max(_SLOT_BYTES, least), least),
+            halves(max(_SLOT_BYTES, least), least),
         )
         pids = [self._pids[self._places[rank]] for rank in group.ranks]
         try:
@@ -447,30 +373,6 @@ class ShmBackend(Backend):
     def barrier(self, group: Group) -> Pending:
         handle = self._groups[group].barrier()
         return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
-
-
-def _allocate(descriptor: int, size: Callable[[int], int], choices: Sequence[int]) -> int:
-    """Give a file room for the first of `choices` for which there is some, and return it."""
-    for choice in choices:
-        try:
-            os.posix_fallocate(descriptor, 0, size(choice))
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            os.ftruncate(descriptor, 0)
-        else:
-            return choice
-    free = os.statvfs(_FOLDER)
-    raise MCRDLError(
-        f"{_FOLDER} has {free.f_bavail * free.f_frsize} bytes free, where {size(choices[-1])} are needed: remount it "
-        "larger (docker run --shm-size=1g), or leave the backend shm out"
-    )
-
-
-def _halves(most: int, least: int) -> list[int]:
-    """Return `most`, its half, and so on, down to `least`."""
-    sizes = itertools.takewhile(lambda size: size > least, (most >> step for step in range(64)))
-    return [*sizes, least]
 
 
 def _memory(tensors: Sequence[torch.Tensor | None] | None, size: int) -> tuple[list[int], list[int]]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import deepspeed_mcrdl as mcrdl
-from deepspeed_mcrdl.backends import shm
 from deepspeed_mcrdl.backends.shm import SINGLE_COPY, ShmBackend
+from deepspeed_mcrdl.backends.shm_segments import allocate, halves
 from deepspeed_mcrdl.errors import CallFailedError, MCRDLError
 from deepspeed_mcrdl.runtime import current
 from tests.backends.test_operations_on_backends import _all_operations
@@ -186,11 +186,11 @@ def test_what_a_rank_has_left_is_read_after_it_has_closed():
 def test_less_is_taken_where_there_is_little_room():
     large, larger = 10**13, 10**14
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
-        assert shm._allocate(file.fileno(), lambda choice: choice, [larger, large, 4096]) == 4096
+        assert allocate(file.fileno(), lambda choice: choice, [larger, large, 4096]) == 4096
         assert os.fstat(file.fileno()).st_size == 4096
         with pytest.raises(MCRDLError, match=rf"/dev/shm has \d+ bytes free, where {large} are needed: remount it"):
-            shm._allocate(file.fileno(), lambda choice: choice, [large])
-    assert shm._halves(65536, 10_000) == [65536, 32768, 16384, 10_000]
+            allocate(file.fileno(), lambda choice: choice, [large])
+    assert halves(65536, 10_000) == [65536, 32768, 16384, 10_000]
 
 
 def test_without_the_extension_it_says_so(monkeypatch):
