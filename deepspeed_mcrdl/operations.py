@@ -53,6 +53,10 @@ from deepspeed_mcrdl.groups import Group
 REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 
 
+def _no_root(*args: Any) -> int | None:
+    return None
+
+
 @dataclass(frozen=True, eq=False)
 class Operation:
     """One entry of the catalogue. Compared by identity, so that it is a fast part of a dict key.
@@ -87,13 +91,18 @@ class Operation:
     checked_once: Callable[..., bool] = lambda *args: True
     agreed: Callable[..., bool] = lambda *args: True
     collective: bool = True
-    root: Callable[..., int | None] = lambda *args: None
+    root: Callable[..., int | None] = _no_root
     same: Callable[..., tuple[Any, ...]] = lambda group, *args: ()
     blocks: Callable[..., tuple[list[int] | None, list[int] | None]] = lambda group, *args: (None, None)
 
     def routed_bytes(self, group: Group, args: tuple[Any, ...]) -> int | None:
         """Return the bytes to route by: a number that all ranks of the group know to be equal, else None."""
         return self.size(group, *args) if self.agreed(*args) else None
+
+    @property
+    def rooted(self) -> bool:
+        """Whether one rank's part differs from the others', so that a rank need not wait for all."""
+        return self.root is not _no_root
 
     def __repr__(self) -> str:
         return self.name

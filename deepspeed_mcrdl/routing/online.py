@@ -3,13 +3,16 @@
 A kind of call is an operation on a group with a class of dtypes, a reduce operation and a size within a factor of two.
 Which backend carries which of its calls follows from how many there were before and from a seed, so that all ranks of
 the group take the same one. Times are what the caller spends in the call and in wait(), so that a backend which works
-beside the script's own computation counts as fast as the script feels it.
+beside the script's own computation counts as fast as the script feels it. In a real job ranks come to a call at
+different times, and most of a call can be waiting for the last one, whatever carries it. So of each call the least time
+of all ranks counts: the last to come waits for nobody. With a root, where ranks may leave before others have come, it
+is the greatest.
 
-After the last trial each rank puts its medians into the job's store, and a few calls later, at a call that all ranks
-count alike, one of them says there what holds: the backend with the least median of its slowest rank if it beats the
-usual choice by MARGIN, or "later" if some rank has yet to come. Nobody waits for another rank's call: a collective here
-would block asynchronous calls, and right programs could deadlock. For the same reason messages are not tried, as a rank
-can't count what another one sends to "any".
+After the last trial each rank puts its times into the job's store, and a few calls later, at a call that all ranks
+count alike, one of them says there what holds: the backend with the least median if it beats the usual choice by
+MARGIN, or "later" if some rank has yet to come. Nobody waits for another rank's call: a collective here would block
+asynchronous calls, and right programs could deadlock. For the same reason messages are not tried, as a rank can't
+count what another one sends to "any".
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class Kind(NamedTuple):
         dtype: class of dtypes.
         device: device type.
         op: reduce operation.
+        rooted: whether one rank's part differs from the others'.
         bits: sizes of at most 2**bits bytes and more than half of that; None where sizes are unknown.
     """
 
@@ -52,6 +56,7 @@ class Kind(NamedTuple):
     dtype: str
     device: str
     op: str | None
+    rooted: bool
     bits: int | None
 
     @classmethod
@@ -59,7 +64,9 @@ class Kind(NamedTuple):
         """Return the kind of a routed key."""
         bits = None if key.bytes is None else max(key.bytes - 1, 0).bit_length()
         device = key.device or "cpu"
-        return cls(table_name(key.operation), dtype_class(key.operation, key.dtype), device, key.op, bits)
+        return cls(
+            table_name(key.operation), dtype_class(key.operation, key.dtype), device, key.op, key.operation.rooted, bits
+        )
 
     def __str__(self) -> str:
         size = "of unknown sizes" if self.bits is None else f"up to {2**self.bits} bytes"
@@ -67,7 +74,7 @@ class Kind(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a trial came to: the backend that stays, and each one's median of its slowest rank in microseconds."""
+    """What a trial came to: the backend that stays, and each one's median in microseconds."""
 
     backend: str
     medians_us: dict[str, float]
@@ -121,7 +128,7 @@ class Trial:
         self._schedule = list(self.candidates) * _WARM_UP
         for _ in range(self.trials):
             self._schedule += order.sample(self.candidates, len(self.candidates))
-        self._us: dict[str, list[float]] = {name: [] for name in self.candidates}
+        self._us: dict[str, dict[int, float]] = {name: {} for name in self.candidates}
         self._calls = 0
         self._verdict_at = len(self._schedule) + _LAG
         self._delays = 0
@@ -141,7 +148,7 @@ class Trial:
                 name = self._schedule[place]
                 us = self._us[name]
                 counts = place >= _WARM_UP * len(self.candidates)
-                return name, (lambda seconds: us.append(seconds * 1e6)) if counts else None
+                return name, (lambda seconds: us.__setitem__(place, seconds * 1e6)) if counts else None
             if place == len(self._schedule):
                 self._tell()
             if place == self._verdict_at:
@@ -149,8 +156,9 @@ class Trial:
             return self.verdict.backend if self.verdict else self._usual, None
 
     def _tell(self) -> None:
-        medians = {name: statistics.median(us) if us else None for name, us in self._us.items()}
-        self._store.set(f"{self._prefix}/{self.group.rank}", json.dumps(medians))
+        self._store.set(
+            f"{self._prefix}/{self.group.rank}", json.dumps({name: dict(us) for name, us in self._us.items()})
+        )
 
     def _hear(self, place: int) -> None:
         """Learn what holds from whoever comes to this call first."""
@@ -173,11 +181,12 @@ class Trial:
 
     def _judge(self, keys: Sequence[str]) -> Verdict:
         ranks = [json.loads(text) for text in self._store.multi_get(list(keys))]
-        medians = {
-            name: max(rank[name] for rank in ranks)
-            for name in self.candidates
-            if all(rank[name] is not None for rank in ranks)
-        }
+        of_all = max if self.kind.rooted else min
+        medians = {}
+        for name in self.candidates:
+            places = set.intersection(*(set(rank[name]) for rank in ranks))  # timed on all ranks by now
+            if places:
+                medians[name] = statistics.median(of_all(rank[name][place] for rank in ranks) for place in places)
         best = min(medians, key=lambda name: medians[name], default=self._usual)
         usual = medians.get(self._usual)
         wins = usual is None or medians.get(best, usual) * MARGIN < usual

@@ -83,7 +83,8 @@ def from_record(path: Path) -> dict[Cell, float]:
             mesh = row["mesh"]
         except (KeyError, TypeError) as error:
             raise ConfigError(f"{path} is not a record of a job's calls: a line has no {error}") from None
-        if name not in case_names() or dtype not in DTYPES:
+        one_rank = str(mesh).partition("/")[0] == "1x1"  # nothing to choose
+        if one_rank or name not in case_names() or dtype not in DTYPES:
             continue
         weights[Cell(mesh, name, dtype, _rounded(size))] += calls
     if not weights:

@@ -1,18 +1,23 @@
 """Tuning in a running job: the same numbers, one choice on all ranks, a bounded number of calls, and no deadlock."""
 
 import json
+import random
 import threading
 
 import deepspeed.comm as dist
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 import deepspeed_mcrdl as mcrdl
 from deepspeed_mcrdl import operations as ops
 from deepspeed_mcrdl.config import parse
+from deepspeed_mcrdl.groups import Group
+from deepspeed_mcrdl.routing.online import Kind, Trial
 from deepspeed_mcrdl.routing.router import Key
 from deepspeed_mcrdl.routing.table import read_table
 from deepspeed_mcrdl.runtime import current
+from deepspeed_mcrdl.safety import Progress
 from tests.programs import face, sub_group
 
 TRIALS = 3
@@ -174,6 +179,39 @@ def _pinned(output):
 
 def test_what_the_user_has_chosen_and_messages_are_not_tried(ranks, tmp_path):
     assert ranks(2).run(_pinned, tmp_path / "t.json") == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("operation", [ops.ALL_REDUCE, ops.BROADCAST])
+def test_waiting_for_a_late_rank_is_no_backends_fault(operation):
+    # Ranks come milliseconds apart, and a backend takes microseconds.
+    store, progress, chance = HashStore(), Progress(5.0), random.Random(1)
+    key = Key(operation, "world", torch.float32, "cpu", "sum", 4000)
+    verdicts = []
+    trials = [
+        Trial(
+            Kind.of(key),
+            Group((0, 1), rank, "world", 0, key.mesh, None),
+            ["slow", "fast"],
+            TRIALS,
+            None,
+            store,
+            progress,
+            lambda trial, verdict: verdicts.append(verdict),
+        )
+        for rank in range(2)
+    ]
+    while not trials[0].over:
+        (name, *_), (same, *_) = told = [trial.next() for trial in trials]
+        assert name == same
+        late = chance.randrange(2)
+        for rank, (_, report) in enumerate(told):
+            if report is not None:
+                waits = 0.0 if rank == late or operation.rooted else chance.uniform(1e-3, 9e-3)
+                leaves_early = operation.rooted and rank == 0
+                report(1e-6 if leaves_early else waits + {"slow": 50e-6, "fast": 10e-6}[name])
+    assert verdicts[0] == verdicts[1]
+    assert verdicts[0].backend == "fast"
+    assert verdicts[0].medians_us == pytest.approx({"slow": 50, "fast": 10})
 
 
 def _record(path):

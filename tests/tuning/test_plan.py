@@ -45,6 +45,7 @@ def test_a_jobs_calls_become_cells_weighted_by_how_often_they_were_made(tmp_path
             row | {"operation": "send", "bytes": 64},
             row | {"operation": "recv", "bytes": 64},
             row | {"operation": "barrier", "dtype": None, "bytes": 0},
+            row | {"mesh": "1x1/1"},  # a group of one rank: nothing to choose
         )
     )
     assert cells == {
