@@ -42,7 +42,7 @@ from deepspeed_mcrdl.stores import Patient, exchange, second_connection
 from deepspeed_mcrdl.streams import device_of
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
 from deepspeed_mcrdl.transforms.staging import Turns, in_turn, through_host
-from deepspeed_mcrdl.work import Pending, Work
+from deepspeed_mcrdl.work import DONE, Pending, Work
 
 Method = Callable[..., Pending]
 
@@ -234,6 +234,8 @@ class Runtime:
             raise failed(call, error)  # noqa: B904 - it has its cause
         if async_op:
             return Work(pending, call, self.progress)
+        if pending is DONE:
+            return None
         if pending.stream_ordered:
             self.progress.finish(pending.orderable, pending, call)
             pending.order()

@@ -63,6 +63,16 @@ class Pending(ABC):
         raise RuntimeError("source_rank() is known only of a receive")
 
 
+class Done(Pending):
+    """An operation that was over when it was started."""
+
+    def poll(self) -> bool:
+        return True
+
+
+DONE = Done()
+
+
 class Then(Pending):
     """A Pending followed by a step of its own, such as copying a result to where the caller wants it."""
 

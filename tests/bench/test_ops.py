@@ -11,6 +11,7 @@ from deepspeed_mcrdl.bench.measure import copy_peak_GBps
 from deepspeed_mcrdl.operations import OPERATIONS
 from deepspeed_mcrdl.runtime import current
 from tests import launcher
+from tests.backends import BACKENDS
 from tests.programs import use
 
 KEYS = [
@@ -32,7 +33,7 @@ def test_every_operation_is_measured_by_every_backend(tmp_path):
     rows = json.loads(json_file.read_text())["rows"]
     assert list(rows[0]) == KEYS
     assert {row["operation"] for row in rows} == set(case_names())
-    assert {row["backend"] for row in rows} == {"shm", "mpi", "gloo", "auto"}
+    assert {row["backend"] for row in rows} == {*BACKENDS, "auto"}
     assert all(row["wrong"] == 0 and row["samples"] in range(5, 41) for row in rows)
     for row in rows:
         operation = OPERATIONS["send" if row["operation"] == "send_recv" else row["operation"]]

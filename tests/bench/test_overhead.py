@@ -1,6 +1,7 @@
 import json
 
 from tests import launcher
+from tests.backends import BACKENDS
 
 
 def test_the_cost_of_routing_is_measured_on_checked_results(tmp_path):
@@ -9,13 +10,11 @@ def test_the_cost_of_routing_is_measured_on_checked_results(tmp_path):
     run = launcher.run(command)
     assert run.status == 0, run.output
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert {row["backend"] for row in rows} == {"shm", "mpi", "gloo"}
+    assert {row["backend"] for row in rows} == set(BACKENDS)
     keys = ["operation", "bytes", "backend", "direct_us", "routed_us", "extra_us", "ratio", "library", "library_us"]
     assert list(rows[0]) == keys
     assert {(row["backend"], row["library"]) for row in rows} == {
-        ("shm", None),
-        ("mpi", "mpi4py"),
-        ("gloo", "torch:gloo"),
+        (name, {"mpi": "mpi4py", "gloo": "torch:gloo"}.get(name)) for name in BACKENDS
     }
 
 

@@ -11,22 +11,21 @@ import torch.distributed as dist
 import deepspeed_mcrdl as mcrdl
 from deepspeed_mcrdl.errors import UnsupportedError
 from deepspeed_mcrdl.faces import api
+from tests.backends import BACKENDS
 from tests.programs import use
 
 
 def _named_backends():
     use({"default": "gloo"})
     n, rank = mcrdl.get_world_size(), mcrdl.get_rank()
-    assert mcrdl.get_backends() == ["shm", "mpi", "gloo"]
-    for backend in ("shm", "mpi", "gloo", "auto"):
+    assert mcrdl.get_backends() == list(BACKENDS)
+    for backend in (*BACKENDS, "auto"):
         tensor = torch.ones(4)
         assert mcrdl.all_reduce(tensor, backend=backend) is None
         assert (tensor == n).all()
     routes = mcrdl.faces.api._runtime()._routes
     assert {(key[2], route.backend) for key, route in routes.items()} == {
-        ("shm", "shm"),
-        ("mpi", "mpi"),
-        ("gloo", "gloo"),
+        *((name, name) for name in BACKENDS),
         ("auto", "gloo"),
     }
     with pytest.raises(UnsupportedError, match=r'backend mpl is not in use\. Did you mean "mpi"'):
@@ -38,7 +37,7 @@ def _named_backends():
 
     started = [torch.full((100,), float(rank)) for _ in range(200)]
     for place, tensor in enumerate(started):
-        mcrdl.all_reduce(tensor, "max", async_op=True, backend=("shm", "mpi", "gloo")[place % 3])
+        mcrdl.all_reduce(tensor, "max", async_op=True, backend=BACKENDS[place % len(BACKENDS)])
     mcrdl.synchronize()
     assert all((tensor == n - 1).all() for tensor in started)
     assert not api._outstanding
@@ -51,7 +50,7 @@ def test_a_backend_is_named_in_each_call(ranks):
 def _vector_forms():
     use({})
     n, rank = mcrdl.get_world_size(), mcrdl.get_rank()
-    for backend in ("shm", "mpi", "gloo"):
+    for backend in BACKENDS:
         own = torch.full((rank + 1,), float(rank))
         parts = [torch.empty(r + 1) for r in range(n)]
         mcrdl.all_gatherv(parts, own, backend=backend)
@@ -75,7 +74,7 @@ def test_the_vector_forms_of_the_paper(ranks):
 def _composed():
     use({})
     n, rank = mcrdl.get_world_size(), mcrdl.get_rank()
-    for backend in ("shm", "mpi", "gloo"):
+    for backend in BACKENDS:
         several = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16), torch.ones(4, dtype=torch.int64)]
         mcrdl.all_reduce_coalesced(several, backend=backend)  # pytorch 35671: several dtypes in one call
         assert all((tensor == n).all() for tensor in several)

@@ -10,6 +10,7 @@ from deepspeed.comm import comm
 from deepspeed.comm.torch import TorchBackend
 
 from deepspeed_mcrdl.faces.deepspeed_backend import MCRDLBackend
+from tests.backends import BACKENDS
 from tests.programs import face, sub_group, use
 
 
@@ -187,7 +188,7 @@ def _asynchronous():
     assert (t == n * n).all()
 
 
-@pytest.mark.parametrize("backend", ["shm", "mpi", "gloo"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_handle_tells_when_it_is_done(ranks, backend):
     ranks(2).run(use_and_run, backend)
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import deepspeed_mcrdl as mcrdl
 
 LIMIT_S = 1.5
-BACKENDS = ("shm", "mpi", "gloo")
 
 
 def start(**config):
@@ -46,7 +45,7 @@ def late():
         "message": lambda g, b: mcrdl.recv(torch.ones(4), n - 1, group=g, backend=b),
         "silent": lambda g, b: mcrdl.reduce_scatter_tensor(torch.ones(1), torch.ones(n), group=g, backend=b),
     }
-    for backend in BACKENDS:
+    for backend in mcrdl.get_backends():
         for what, call in waits.items():
             group = mcrdl.new_group(range(n))
             mcrdl.all_reduce(torch.ones(1), group=group, backend=backend)
@@ -90,7 +89,7 @@ def killed(phase):
     say("UP", rank)
     tensor = torch.ones(100_000)
     while True:
-        mcrdl.all_reduce(tensor.fill_(1), backend=phase if phase in BACKENDS else "mpi")
+        mcrdl.all_reduce(tensor.fill_(1), backend=phase if phase in mcrdl.get_backends() else "mpi")
 
 
 def waiting():
@@ -110,7 +109,7 @@ def again(path):
         dist.init_process_group(
             "mcrdl", init_method=f"file://{path}.{cycle}", rank=rank, world_size=n, pg_options={"banner": False}
         )
-        for backend in BACKENDS:
+        for backend in mcrdl.get_backends():
             tensor = torch.ones(4)
             mcrdl.all_reduce(tensor, backend=backend)
             assert (tensor == n).all()

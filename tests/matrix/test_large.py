@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.backends import BACKENDS
 from tests.programs import use
 
 BYTES = 2**31 + 4096
@@ -62,6 +63,6 @@ def _run(backend, name):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("backend", ["shm", "mpi", "gloo"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_more_than_two_gibibytes(ranks, backend, name):
     ranks(2).run(_run, backend, name, timeout_s=500)

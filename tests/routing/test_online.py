@@ -18,11 +18,11 @@ from deepspeed_mcrdl.routing.router import Key
 from deepspeed_mcrdl.routing.table import read_table
 from deepspeed_mcrdl.runtime import current
 from deepspeed_mcrdl.safety import Progress
+from tests.backends import BACKENDS
 from tests.programs import face, sub_group
 
 TRIALS = 3
-CANDIDATES = ("shm", "mpi", "gloo")
-CALLS = len(CANDIDATES) * (1 + TRIALS) + 3  # warm-up, trials and the verdict's lag
+CALLS = len(BACKENDS) * (1 + TRIALS) + 3  # warm-up, trials and the verdict's lag
 
 
 def tuning(output, **more):
@@ -61,15 +61,15 @@ def test_all_ranks_try_the_same_and_keep_the_same(ranks, tmp_path):
     first, second = ranks(2).run(_settle, tmp_path / "t.json")
     assert first == second
     backends, counts, mesh = first
-    trials = backends[len(CANDIDATES) : len(CANDIDATES) * (1 + TRIALS)]
-    assert sorted(trials) == sorted(CANDIDATES * TRIALS)
+    trials = backends[len(BACKENDS) : len(BACKENDS) * (1 + TRIALS)]
+    assert sorted(trials) == sorted(BACKENDS * TRIALS)
     assert len(set(backends[CALLS - 1 :])) == 1
     assert counts == (1, 1)
     table = read_table(tmp_path / "t.json")
     (entry,) = table.entries
     assert (entry.operation, entry.dtype, str(entry.mesh)) == ("all_reduce", "float", mesh)
     assert entry.steps[0].backend == backends[-1]
-    assert {measured.backend for measured in entry.measured} == set(CANDIDATES)
+    assert {measured.backend for measured in entry.measured} == set(BACKENDS)
 
 
 def _from_a_table(output):
@@ -162,7 +162,7 @@ def test_it_tries_again_for_jobs_that_drift(ranks, tmp_path):
     first, second = ranks(2).run(_again, tmp_path / "t.json")
     assert first == second
     for start in (0, CALLS - 1 + 10):
-        assert set(first[start : start + CALLS - 3]) == set(CANDIDATES)
+        assert set(first[start : start + CALLS - 3]) == set(BACKENDS)
     assert len(set(first[CALLS - 1 : CALLS - 1 + 10])) == 1
 
 

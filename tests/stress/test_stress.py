@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from deepspeed_mcrdl.operations import OPERATIONS, RECV, SEND
+from tests.backends import BACKENDS
 from tests.matrix.cells import DTYPES, SHAPES, UNEVEN, UNEVEN_FORMS, Cell, make, verify
 from tests.programs import use
 
-BACKENDS = ("shm", "mpi", "gloo", "auto")
+CHOICES = (*BACKENDS, "auto")
 MOST_OUTSTANDING = 24
 SEEDS = [int(seed) for seed in os.environ.get("MCRDL_STRESS_SEEDS", ",".join(map(str, range(20)))).split(",")]
 
@@ -21,7 +22,7 @@ def _cell(runtime, shared, salt):
     while True:
         operation = shared.choice(list(OPERATIONS))
         forms = [*SHAPES, *(UNEVEN_FORMS if operation in UNEVEN else ())]
-        backend = shared.choice(BACKENDS)
+        backend = shared.choice(CHOICES)
         op = shared.choice(["sum", "max", "product", "bxor", "avg"]) if OPERATIONS[operation].reduces else None
         dtype = shared.choice(DTYPES)
         cell = Cell(operation, backend, dtype, op, shared.choice(forms), shared.random() < 0.7, False, salt)
@@ -93,7 +94,7 @@ def _groups_come_and_go(cycles):
     for cycle in range(cycles):
         group = cdb.new_group(range(cdb.get_world_size()))
         tensor = torch.ones(4)
-        cdb.runtime.issue(OPERATIONS["all_reduce"], group, (tensor, "sum"), backend=("shm", "mpi", "gloo")[cycle % 3])
+        cdb.runtime.issue(OPERATIONS["all_reduce"], group, (tensor, "sum"), backend=BACKENDS[cycle % len(BACKENDS)])
         assert (tensor == cdb.get_world_size()).all()
         cdb.destroy_process_group(group)
         if cycle in (cycles // 5, cycles - 1):

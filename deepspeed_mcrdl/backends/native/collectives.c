@@ -55,7 +55,7 @@ struct Operation {
     Operation *next;
     PyObject *kept; /* the tensors */
     int kind, error;
-    volatile bool finished;
+    _Atomic bool finished;
     bool open_ended, direct;
     size_t chunk; /* bytes that a pair moves in a round */
     size_t item;

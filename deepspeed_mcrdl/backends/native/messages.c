@@ -47,7 +47,7 @@ struct Message {
     int peer; /* -1: any */
     int error;
     bool sends, large, too_long;
-    volatile bool finished;
+    _Atomic bool finished;
 };
 
 /* A message that came before its receive. */
