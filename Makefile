@@ -34,7 +34,9 @@ lint: $(STAMP)
 wheel: $(STAMP)
 	.ci/check-wheel $(BIN)/python
 
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+NATIVE := $(wildcard deepspeed_mcrdl/backends/native/*)
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "Python can't make virtual environments here: apt-get install python3-venv"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
