@@ -70,6 +70,13 @@ _TYPES = {
 _OPS = {op: place for place, op in enumerate(("sum", "avg", "min", "max", "product", "band", "bor", "bxor"))}
 
 
+def _single_copy_bytes() -> int:
+    text = os.environ.get(SINGLE_COPY, str(_NEVER))
+    if not text.isdecimal():
+        raise MCRDLError(f'{SINGLE_COPY} must be a number of bytes, got "{text}"')
+    return int(text)
+
+
 def _extension() -> ModuleType | None:
     try:
         from deepspeed_mcrdl.backends import _shm
@@ -166,36 +173,46 @@ class ShmBackend(Backend):
         self._ranks = [rank for rank in range(job.world_size) if job.hosts[rank] == job.hosts[job.rank]]
         self._place = self._ranks.index(job.rank)
         self._places = {rank: place for place, rank in enumerate(self._ranks)}
-        self._single_copy = int(os.environ.get(SINGLE_COPY, _NEVER))
         self._spins = 0 if len(self._ranks) > cores() else _SPINS
         self._groups: dict[Group, Any] = {}
-        here = [_BOOT_ID.read_text().strip(), os.readlink("/proc/self/ns/pid"), os.getpid(), extension.where()]
-        told = self._exchange("here", here)
-        if len({boot for boot, *_ in told}) > 1:
-            raise MCRDLError(f"the host name {job.hosts[job.rank]} is that of several machines")
-        see = [namespace == here[1] for _, namespace, *_ in told]
-        readable = (
-            self._single_copy < _NEVER
-            and all(see)
-            and all(extension.can_read(pid, address) for _, _, pid, address in told)
-        )
-        direct = all(self._exchange("readable", readable))
-        self._pids = [pid if direct else 0 for *_, pid, _ in told]
-        ring = min(_RING_BYTES, max(_LEAST_RING_BYTES, _ALL_RINGS_BYTES // len(self._ranks) ** 2 // 64 * 64))
+        visible = self._look_around()
         n = len(self._ranks)
         roster, _ = self._segment(f"roster/{self._ranks[0]}", self._ranks, lambda _: n, [0])
-        self._peers = Peers(
-            mmap.mmap(roster, n), self._ranks, self._place, [t[2] * same for t, same in zip(told, see, strict=True)]
-        )
+        self._peers = Peers(mmap.mmap(roster, n), self._ranks, self._place, visible)
         os.close(roster)
+        most = min(_RING_BYTES, max(_LEAST_RING_BYTES, _ALL_RINGS_BYTES // n**2))
         rings, ring = self._segment(
-            f"rings/{self._ranks[0]}", self._ranks, lambda size: extension.Messages.size(n, size), halves(ring, 4096)
+            f"rings/{self._ranks[0]}",
+            self._ranks,
+            lambda size: extension.Messages.size(n, size),
+            halves(most, _LEAST_RING_BYTES),
         )
         self._messages = extension.Messages(rings, self._place, n, ring, self._single_copy, self._spins, self._pids)
         os.close(rings)
         self._progress = job.progress
         self._turn: Callable[[], object] = self._messages.turn
         self._progress.add_engine(self._turn)
+
+    def _look_around(self) -> list[int]:
+        """Settle with this host's ranks whether they read each other's memory, and from which size on.
+
+        Returns:
+            Process ids by place, as far as they mean the same here; 0 for others.
+        """
+        boot, namespace = _BOOT_ID.read_text().strip(), os.readlink("/proc/self/ns/pid")
+        here = [boot, namespace, os.getpid(), self._extension.where(), _single_copy_bytes()]
+        told = self._exchange("here", here)
+        if len({other for other, *_ in told}) > 1:
+            raise MCRDLError(f"the host name {self._job.hosts[self._job.rank]} is that of several machines")
+        self._single_copy: int = max(size for *_, size in told)  # one for all, whatever each one's environment says
+        visible = [pid if space == namespace else 0 for _, space, pid, *_ in told]
+        readable = self._single_copy < _NEVER and all(
+            pid and self._extension.can_read(pid, address)
+            for pid, (_, _, _, address, _) in zip(visible, told, strict=True)
+        )
+        direct = all(self._exchange("readable", readable))
+        self._pids = visible if direct else [0] * len(told)
+        return visible
 
     def _exchange(self, what: str, value: Any) -> list[Any]:
         job = self._job

@@ -9,6 +9,7 @@ import mmap
 import os
 import secrets
 import select
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -100,6 +101,7 @@ class Peers:
         self._places = {rank: index for index, rank in enumerate(ranks)}
         self._watched: dict[int, int] = {}
         self._poll = select.poll()
+        self._lock = threading.Lock()  # a poll object serves one thread at a time
         for index, pid in enumerate(pids):
             if index == place or not pid:
                 continue
@@ -112,13 +114,15 @@ class Peers:
 
     def gone(self, ranks: Sequence[int]) -> int | None:
         """Return one of `ranks` whose process has ended without closing the backend."""
-        ended = {self._watched[descriptor] for descriptor, _ in self._poll.poll(0)}
+        with self._lock:
+            ended = {self._watched[descriptor] for descriptor, _ in self._poll.poll(0)}
         return next((r for r in ranks if (i := self._places[r]) in ended and not self._roster[i]), None)
 
     def close(self) -> None:
         """Tell the others that this rank ends in order."""
         self._roster[self._place] = 1
-        for descriptor in self._watched:
-            os.close(descriptor)
-        self._watched.clear()
-        self._poll = select.poll()
+        with self._lock:
+            for descriptor in self._watched:
+                os.close(descriptor)
+            self._watched.clear()
+            self._poll = select.poll()

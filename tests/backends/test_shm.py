@@ -1,18 +1,21 @@
 """What is particular to shared memory; tests/matrix and its neighbours have it among the other backends."""
 
+import mmap
 import os
 import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 
 import pytest
 import torch
 
 import deepspeed_mcrdl as mcrdl
+from deepspeed_mcrdl.backends import shm
 from deepspeed_mcrdl.backends.shm import SINGLE_COPY, ShmBackend
-from deepspeed_mcrdl.backends.shm_segments import allocate, halves
+from deepspeed_mcrdl.backends.shm_segments import Peers, allocate, halves
 from deepspeed_mcrdl.config import parse
 from deepspeed_mcrdl.errors import CallFailedError, MCRDLError, UnsupportedError
 from deepspeed_mcrdl.runtime import current
@@ -21,6 +24,9 @@ from tests.programs import face, use
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(ShmBackend.unusable() is not None, reason=str(ShmBackend.unusable()))
+
+
+_shm = shm._extension()
 
 
 def _names():
@@ -71,7 +77,7 @@ def test_sums_are_added_up_in_the_order_of_ranks_everywhere(ranks):
 
 def _single_copies():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(SINGLE_COPY, "1")
+        patch.setenv(SINGLE_COPY, str(mcrdl.get_rank() + 1))  # what one rank alone is told must not divide them
         _all_operations("shm")
     assert "single copies" in current().backends["shm"].details()
     _messages_of_all_sizes()
@@ -174,6 +180,59 @@ def test_it_carries_the_groups_within_a_host_and_leaves_the_others(ranks):
         {world, ((2, 3), "shm"), across},
         {world, ((2, 3), "shm")},
     ]
+
+
+def test_a_wrong_switch_is_a_sentence(monkeypatch):
+    monkeypatch.setenv(SINGLE_COPY, "1M")
+    with pytest.raises(MCRDLError, match=f'{SINGLE_COPY} must be a number of bytes, got "1M"'):
+        shm._single_copy_bytes()
+
+
+@pytest.mark.parametrize("kind", ["collective", "message"])
+def test_a_thread_that_sleeps_in_a_call_hears_that_the_group_is_left(kind):
+    # The segment must stay mapped until it has woken up.
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        if kind == "collective":
+            size = _shm.Collectives.size(2, 4, 4096)
+            os.posix_fallocate(file.fileno(), 0, size)
+            ends = _shm.Collectives(file.fileno(), 0, 2, 4, 4096, size, 0, [0, 0])
+            call = ends.barrier()
+        else:
+            size = _shm.Messages.size(2, 4096)
+            os.posix_fallocate(file.fileno(), 0, size)
+            ends = _shm.Messages(file.fileno(), 0, 2, 4096, size, 0, [0, 0])
+            call = ends.recv(0, 0, 1, 0, None)
+        assert not call.poll()
+        sleepers = [threading.Thread(target=call.block, args=(30.0,)) for _ in range(3)]
+        for sleeper in sleepers:
+            sleeper.start()
+        time.sleep(0.2)
+        ends.close()
+        for sleeper in sleepers:
+            sleeper.join(5)
+            assert not sleeper.is_alive()
+        with pytest.raises(RuntimeError, match="before"):
+            call.poll()
+
+
+def test_peers_are_watched_from_several_threads():
+    peers = Peers(mmap.mmap(-1, 2), [0, 1], 0, [os.getpid(), os.getppid()])
+    errors = []
+
+    def watch():
+        try:
+            for _ in range(20_000):
+                assert peers.gone([0, 1]) is None
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=watch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    peers.close()
+    assert not errors
 
 
 def _killed():

@@ -69,7 +69,7 @@ PyTypeObject *operation_type;
 
 /* --- layout --- */
 
-static size_t slot_stride(size_t slot_bytes) { return LINE + slot_bytes; }
+static size_t slot_stride(size_t slot_bytes) { return LINE + rounded_up(slot_bytes, LINE); }
 
 static size_t layout(int n, int slots, size_t slot_bytes) {
     return beds_bytes(n) + 2 * (size_t)n * sizeof(Counter) + (size_t)n * (size_t)slots * slot_stride(slot_bytes);
@@ -598,7 +598,7 @@ static PyObject *collectives_close(PyObject *self, PyObject *Py_UNUSED(nothing))
     segment_enter(&comm->segment);
     Operation *over = comm->head;
     comm->head = comm->tail = NULL;
-    segment_close(&comm->segment);
+    segment_close(&comm->segment, comm->beds);
     segment_unlock(&comm->segment);
     let_go(over);
     Py_RETURN_NONE;
@@ -627,7 +627,7 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *P
 
 static void collectives_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
-    segment_close(&((Collectives *)self)->segment);
+    segment_close(&((Collectives *)self)->segment, ((Collectives *)self)->beds);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF((PyObject *)type);
 }

@@ -87,7 +87,7 @@ struct Messages {
 
 PyTypeObject *message_type;
 
-static size_t ring_stride(size_t ring_bytes) { return sizeof(Ring) + ring_bytes; }
+static size_t ring_stride(size_t ring_bytes) { return sizeof(Ring) + rounded_up(ring_bytes, LINE); }
 
 static size_t layout(int n, size_t ring_bytes) {
     return beds_bytes(n) + (size_t)n * (size_t)n * ring_stride(ring_bytes);
@@ -542,7 +542,7 @@ static void drop(Messages *comm) {
     comm->incoming = NULL;
     comm->outgoing = NULL;
     comm->sent_large = NULL;
-    segment_close(&comm->segment);
+    segment_close(&comm->segment, comm->beds);
 }
 
 static PyObject *messages_close(PyObject *self, PyObject *Py_UNUSED(nothing)) {

@@ -78,7 +78,6 @@ static inline uint16_t bfloat16_of_float(float x) {
 Reduction *reduction(int type, int op) {
     if (type < 0 || type >= TYPES || op < 0 || op >= OPS) return NULL;
 #if defined(__x86_64__) && defined(__GNUC__)
-    __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
         return table_avx512[type][op];
     if (__builtin_cpu_supports("avx2")) return table_avx2[type][op];

@@ -2,6 +2,7 @@
 
 #define _GNU_SOURCE
 #include <errno.h>
+#include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -37,11 +38,27 @@ bool segment_open(Segment *segment, int fd, size_t bytes, int n, int me, int spi
     segment->spins = spins;
     segment->direct = segment->pids[0] != 0;
     atomic_flag_clear(&segment->busy);
+    atomic_init(&segment->closing, false);
+    atomic_init(&segment->asleep, 0);
     return true;
 }
 
-void segment_close(Segment *segment) {
-    if (segment->base) munmap(segment->base, segment->bytes);
+static void rouse(Bed *bed) {
+    atomic_fetch_add_explicit(&bed->turn, 1, memory_order_relaxed);
+    syscall(SYS_futex, &bed->turn, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+void segment_close(Segment *segment, Beds *beds) {
+    if (segment->base) {
+        Py_BEGIN_ALLOW_THREADS;
+        atomic_store(&segment->closing, true);
+        while (atomic_load(&segment->asleep)) {
+            rouse(&beds->beds[segment->me]);
+            sched_yield();
+        }
+        munmap(segment->base, segment->bytes);
+        Py_END_ALLOW_THREADS;
+    }
     segment->base = NULL;
     PyMem_Free(segment->pids);
     segment->pids = NULL;
@@ -64,13 +81,17 @@ void wake(Beds *beds, int n, int me) {
     if (!atomic_load_explicit(&beds->sleepers, memory_order_relaxed)) return;
     for (int rank = 0; rank < n; rank++) {
         if (rank == me || !atomic_load_explicit(&beds->beds[rank].sleeping, memory_order_relaxed)) continue;
-        atomic_fetch_add_explicit(&beds->beds[rank].turn, 1, memory_order_relaxed);
-        syscall(SYS_futex, &beds->beds[rank].turn, FUTEX_WAKE, 1, NULL, NULL, 0);
+        rouse(&beds->beds[rank]);
     }
 }
 
 void segment_sleep(Segment *segment, Beds *beds, double limit_s, bool (*ready)(void *), void *argument) {
     Bed *bed = &beds->beds[segment->me];
+    atomic_fetch_add(&segment->asleep, 1);
+    if (atomic_load(&segment->closing)) {
+        atomic_fetch_sub(&segment->asleep, 1);
+        return;
+    }
     atomic_fetch_add_explicit(&beds->sleepers, 1, memory_order_relaxed);
     atomic_fetch_add_explicit(&bed->sleeping, 1, memory_order_relaxed);
     uint32_t turn = atomic_load_explicit(&bed->turn, memory_order_relaxed);
@@ -81,6 +102,7 @@ void segment_sleep(Segment *segment, Beds *beds, double limit_s, bool (*ready)(v
     }
     atomic_fetch_sub_explicit(&bed->sleeping, 1, memory_order_relaxed);
     atomic_fetch_sub_explicit(&beds->sleepers, 1, memory_order_relaxed);
+    atomic_fetch_sub(&segment->asleep, 1);
 }
 
 bool read_process(pid_t pid, void *to, uint64_t address, size_t bytes) {

@@ -76,11 +76,14 @@ typedef struct {
     bool direct; /* whether ranks can read each other's memory */
     pid_t *pids;
     atomic_flag busy;
+    atomic_bool closing;
+    atomic_int asleep; /* threads in segment_sleep */
 } Segment;
 
 /* Maps the file and takes over neither it nor `pids`, a sequence of ints; false with an exception set on failure. */
 bool segment_open(Segment *segment, int fd, size_t bytes, int n, int me, int spins, PyObject *pids);
-void segment_close(Segment *segment);
+/* Wakes this rank's sleepers and unmaps; the caller has the lock of the segment and the interpreter's. */
+void segment_close(Segment *segment, Beds *beds);
 bool segment_lock(Segment *segment);  /* false: another thread is in it */
 void segment_enter(Segment *segment); /* waits for it; the caller has the interpreter's lock */
 void segment_unlock(Segment *segment);
