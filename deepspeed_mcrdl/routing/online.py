@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import Store
 
 from deepspeed_mcrdl.errors import CallTimeoutError
 from deepspeed_mcrdl.groups import Group
+from deepspeed_mcrdl.operations import OPERATIONS
 from deepspeed_mcrdl.routing.router import Key, Router
 from deepspeed_mcrdl.routing.table import dtype_class, table_name
 from deepspeed_mcrdl.safety import Progress
@@ -48,7 +49,6 @@ class Kind(NamedTuple):
         dtype: class of dtypes.
         device: device type.
         op: reduce operation.
-        rooted: whether one rank's part differs from the others'.
         bits: sizes of at most 2**bits bytes and more than half of that; None where sizes are unknown.
     """
 
@@ -56,7 +56,6 @@ class Kind(NamedTuple):
     dtype: str
     device: str
     op: str | None
-    rooted: bool
     bits: int | None
 
     @classmethod
@@ -64,9 +63,7 @@ class Kind(NamedTuple):
         """Return the kind of a routed key."""
         bits = None if key.bytes is None else max(key.bytes - 1, 0).bit_length()
         device = key.device or "cpu"
-        return cls(
-            table_name(key.operation), dtype_class(key.operation, key.dtype), device, key.op, key.operation.rooted, bits
-        )
+        return cls(table_name(key.operation), dtype_class(key.operation, key.dtype), device, key.op, bits)
 
     def __str__(self) -> str:
         size = "of unknown sizes" if self.bits is None else f"up to {2**self.bits} bytes"
@@ -181,7 +178,7 @@ class Trial:
 
     def _judge(self, keys: Sequence[str]) -> Verdict:
         ranks = [json.loads(text) for text in self._store.multi_get(list(keys))]
-        of_all = max if self.kind.rooted else min
+        of_all = max if OPERATIONS[self.kind.operation].rooted else min
         medians = {}
         for name in self.candidates:
             places = set.intersection(*(set(rank[name]) for rank in ranks))  # timed on all ranks by now

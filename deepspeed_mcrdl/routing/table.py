@@ -192,7 +192,9 @@ def parse_table(text: str, path: str) -> Table:
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise TableError(f"{path} is not a tuning table: it is not JSON, or cut off ({error})") from None
+        raise TableError(
+            f"{path} is not a tuning table: it is not JSON, or cut off ({error}); `mcrdl tune` makes one"
+        ) from None
     if not isinstance(content, dict) or "entries" not in content:
         raise TableError(f'{path} is not a tuning table: it has no "entries"; `mcrdl tune` makes one')
     version = content.get("version")
@@ -215,7 +217,8 @@ def read_table(path: Path) -> Table:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TableError(f"the tuning table {path} can't be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise TableError(f"the tuning table {path} can't be read: {reason}; `mcrdl tune` makes one") from None
     return parse_table(text, str(path))
 
 
