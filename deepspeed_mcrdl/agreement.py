@@ -13,12 +13,13 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from deepspeed_mcrdl.backends.base import Backend, Job, classes_of, installed
-from deepspeed_mcrdl.config import AUTO, MCRDLConfig
+from deepspeed_mcrdl.config import AUTO, PAIR, MCRDLConfig, parts_of
 from deepspeed_mcrdl.errors import ConfigError, MCRDLError, TableError, suggest
 from deepspeed_mcrdl.messages import logger
 from deepspeed_mcrdl.routing.shelf import Found, find_table
 from deepspeed_mcrdl.routing.table import Fingerprint, Table
 from deepspeed_mcrdl.stores import exchange, from_rank_0
+from deepspeed_mcrdl.transforms.hierarchical import pairs
 
 
 def agree(config: MCRDLConfig, job: Job) -> tuple[dict[str, Backend], dict[str, str]]:
@@ -120,14 +121,21 @@ def _by_rank(values: list[Any]) -> str:
 
 def _wanted(config: MCRDLConfig, classes: dict[str, type[Backend]], left_out: dict[str, str]) -> list[str]:
     """Return the backends to start, in order of preference."""
-    named = set(config.routing.backends()) | (set() if config.backends == AUTO else set(config.backends))
-    for name in sorted(named):
+    rules = config.routing.backends()
+    for name in sorted(parts_of(rules) | (set() if config.backends == AUTO else set(config.backends))):
         if name not in classes:
             raise ConfigError(f'unknown backend "{name}".{suggest(name, [*classes, AUTO])}')
         if name in left_out:
             raise ConfigError(
                 f'the config asks for the backend "{name}", which can\'t be used: {left_out[name]}. '
                 "`mcrdl report` shows what is usable here"
+            )
+    possible = pairs(classes)
+    for name in sorted(rules):
+        if PAIR in name and name not in possible:
+            raise ConfigError(
+                f'unknown pair of backends "{name}": the first one carries steps within hosts, the second one those '
+                f"between them.{suggest(name, possible)}"
             )
     return [name for name in classes if config.backends == AUTO or name in config.backends]
 

@@ -24,6 +24,7 @@ SELECTING_KEY = "comm_backend"
 BLOCK_KEY = "mcrdl"
 NAME = "mcrdl"
 AUTO = "auto"
+PAIR = "+"  # "shm+mpi": shm within hosts, mpi between them
 
 # The command-line options by which DeepSpeed scripts are given their config.
 CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed", "--ds_config", "--deepspeed-config", "--ds-config")
@@ -35,7 +36,7 @@ class SizeRule(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     max_bytes: int | None = Field(default=None, ge=0, description="largest size in bytes; the last step has none")
-    backend: str = Field(description='a backend\'s name or "auto"')
+    backend: str = Field(description='a backend\'s name, a pair such as "shm+mpi", or "auto"')
 
 
 Rule = str | tuple[SizeRule, ...]
@@ -55,6 +56,11 @@ def check_size_list(name: str, rule: Rule) -> None:
         raise ValueError(f'every step of the size list of "{name}" but the last needs "max_bytes"')
     if any(b <= a for a, b in itertools.pairwise(bounded)):
         raise ValueError(f'the size list of "{name}" is out of order: "max_bytes" must grow, got {bounded}')
+
+
+def parts_of(names: Iterable[str]) -> set[str]:
+    """Return the backends among `names`, those that pairs are made of included."""
+    return {part for name in names for part in name.split(PAIR)}
 
 
 class Rules(BaseModel):
@@ -88,7 +94,7 @@ class Rules(BaseModel):
         yield from self.operations.items()
 
     def backends(self) -> set[str]:
-        """Return the backends that the rules name."""
+        """Return what the rules name: backends, and pairs of them."""
         named = {
             name
             for _, rule in self.all()
@@ -174,7 +180,7 @@ class MCRDLConfig(Block):
         if self.backends != AUTO:
             if not self.backends:
                 raise ValueError('"backends" is empty: name one, or leave the key out')
-            for name in sorted(self.routing.backends() - set(self.backends)):
+            for name in sorted(parts_of(self.routing.backends()) - set(self.backends)):
                 raise ValueError(
                     f'the routing names the backend "{name}", which is not in "backends".{suggest(name, self.backends)}'
                 )

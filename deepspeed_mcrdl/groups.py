@@ -127,9 +127,16 @@ class Groups:
 
     def add(self, torch_group: Any, ranks: Sequence[int], name: str) -> Group:
         """Make the Group of a torch process group; the first one is the world."""
+        group = self.make(ranks, name, torch_group)
+        self._by_torch_group.setdefault(None, group)
+        self._by_torch_group[torch_group] = group
+        return group
+
+    def make(self, ranks: Sequence[int], name: str, torch_group: Any = None) -> Group:
+        """Return a new Group, which every member makes; without a torch process group no call can name it."""
         # A name can come again after its group was destroyed, for all members alike.
         self._names[name] += 1
-        group = Group(
+        return Group(
             ranks=ranks,
             rank=list(ranks).index(self._rank),
             name=name,
@@ -137,9 +144,6 @@ class Groups:
             mesh=mesh_of(ranks, self.hosts),
             torch_group=torch_group,
         )
-        self._by_torch_group.setdefault(None, group)
-        self._by_torch_group[torch_group] = group
-        return group
 
     def __len__(self) -> int:
         return len(set(self._by_torch_group.values()))

@@ -11,12 +11,13 @@ import torch
 
 from deepspeed_mcrdl.agreement import why_unusable
 from deepspeed_mcrdl.backends.base import installed
-from deepspeed_mcrdl.config import AUTO, BLOCK_KEY, NAME, SELECTING_KEY, MCRDLConfig, find, load
+from deepspeed_mcrdl.config import AUTO, BLOCK_KEY, NAME, SELECTING_KEY, MCRDLConfig, find, load, parts_of
 from deepspeed_mcrdl.errors import ConfigError, MCRDLError, suggest
 from deepspeed_mcrdl.operations import BARRIER, OPERATIONS
 from deepspeed_mcrdl.routing.router import ONE_HOST, Key, Router, size_label
 from deepspeed_mcrdl.routing.shelf import find_table
 from deepspeed_mcrdl.routing.table import Fingerprint, Lookup, read_table
+from deepspeed_mcrdl.transforms.hierarchical import pairs
 
 _PACKAGES = ("deepspeed-mcrdl", "deepspeed", "torch", "mpi4py", "mpich", "pydantic")
 
@@ -65,7 +66,7 @@ def routes(path: str | None) -> Routes:
         if why_unusable(cls) is None and (config.backends == AUTO or name in config.backends)
     }
     found = find_table(config.tuning, Fingerprint.here(usable))
-    router = Router(config.routing, usable, None if found is None else Lookup(found.table))
+    router = Router(config.routing, {**usable, **pairs(usable)}, None if found is None else Lookup(found.table))
     meshes = [ONE_HOST] if found is None else list(dict.fromkeys(entry.mesh for entry in found.table.entries))
     rows = []
     for operation in OPERATIONS.values():
@@ -101,7 +102,7 @@ def validate(path: str) -> str:
     """
     config = _read(path)
     known = installed()
-    named = config.routing.backends() | (set() if config.backends == AUTO else set(config.backends))
+    named = parts_of(config.routing.backends()) | (set() if config.backends == AUTO else set(config.backends))
     for name in sorted(named):
         if name not in known:
             raise ConfigError(f'{path}: unknown backend "{name}" in "{BLOCK_KEY}".{suggest(name, [*known, AUTO])}')

@@ -41,7 +41,9 @@ from deepspeed_mcrdl.safety import Call, MonitoredBarrier, Progress
 from deepspeed_mcrdl.stores import Patient, exchange, second_connection
 from deepspeed_mcrdl.streams import device_of
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
-from deepspeed_mcrdl.transforms.staging import Turns, in_turn, through_host
+from deepspeed_mcrdl.transforms.hierarchical import Layouts, pairs
+from deepspeed_mcrdl.transforms.staging import in_turn, through_host
+from deepspeed_mcrdl.transforms.turns import Turns
 from deepspeed_mcrdl.work import DONE, Pending, Work
 
 Method = Callable[..., Pending]
@@ -124,13 +126,16 @@ class Runtime:
         self._joined: set[tuple[str, Group]] = set()
         self._online = self._memory = None
         self.backends, self.left_out = agree(config, Job(store, quick_store, rank, world_size, hosts, self.progress))
+        layouts = Layouts(self.groups)
+        classes = classes_of(self.backends)
+        self.ways = self.backends | {
+            name: pair(self.backends, layouts, self._fitted) for name, pair in pairs(classes).items()
+        }
         self._close_at_exit = self.close
         atexit.register(self._close_at_exit)
         self.adopt(world)
         self.table = agree_on_table(config, quick_store, rank, world_size, self.backends, timeout_s)
-        self.router = Router(
-            config.routing, classes_of(self.backends), Lookup(self.table.table) if self.table else None
-        )
+        self.router = Router(config.routing, classes_of(self.ways), Lookup(self.table.table) if self.table else None)
         self.monitored_barrier = MonitoredBarrier(self.groups, self.progress)
         if config.tuning.mode == "online":
             self._online, self._memory = self._tune_online(quick_store)
@@ -250,14 +255,19 @@ class Runtime:
         if trial is not None and trial.verdict is not None and trial.over:
             wish, trial = trial.verdict.backend, None
         names = [self.router.decide(key, wish).backend] if trial is None else trial.candidates
-        choices = {name: self._method(self.backends[name], operation, group, args) for name in names}
+        choices = {name: self._method(self.ways[name], operation, group, args) for name in names}
         check = None if operation.checked_once(*args) else operation.check
         return Route(choices[names[0]], group, check, names[0], operation.collective, trial, choices)
 
     def _method(self, backend: Backend, operation: Operation, group: Group, args: tuple[Any, ...]) -> Method:
-        """Return how `backend` carries calls like this one, with all that they need before and after."""
+        """Return how `backend` carries calls like this one."""
         if operation.collective:
             self._join(backend, group)
+        method = self._fitted(backend, operation, args)
+        return method if self._checked is None else self._checked.around(operation, backend.name, method)
+
+    def _fitted(self, backend: Backend, operation: Operation, args: tuple[Any, ...]) -> Method:
+        """Return the backend's method for arguments like these, with what they need before and after."""
         method = backend.method(operation)
         inputs, outputs = operation.tensors(*args)
         turns = self._turns.setdefault(backend.name, Turns())
@@ -268,7 +278,7 @@ class Runtime:
                 method = through_contiguous(operation, method)
             if torch.cuda.is_available() and "cuda" not in backend.devices:
                 method = in_turn(operation, method, turns)
-        return method if self._checked is None else self._checked.around(operation, backend.name, method)
+        return method
 
     def _settled(self, trial: Trial, verdict: Verdict) -> None:
         """A trial is over: its calls take the backend that stays, and the table for the next job is written."""
@@ -294,11 +304,11 @@ class Runtime:
 
     def adopt(self, torch_group: Any) -> None:
         """Make the communicators of a torch process group made elsewhere; every member calls this."""
-        for backend in self.backends.values():
-            self._join(backend, self.groups.of(torch_group))
+        for way in self.ways.values():
+            self._join(way, self.groups.of(torch_group))
 
     def _join(self, backend: Backend, group: Group) -> None:
-        if (backend.name, group) not in self._joined:
+        if (backend.name, group) not in self._joined and backend.misfit(group.mesh) is None:
             what = f"the communicator of {group} in the backend {backend.name}"
             self.progress.run(lambda: backend.join(group), what)
             self._joined.add((backend.name, group))
@@ -315,9 +325,9 @@ class Runtime:
             return
         group = self.groups.discard(torch_group)
         if group is not None:
-            for backend in self.backends.values():
-                backend.leave(group)
-                self._joined.discard((backend.name, group))
+            for way in self.ways.values():
+                way.leave(group)
+                self._joined.discard((way.name, group))
             if self._online is not None:
                 self._online.forget(group)
             self._routes = {key: route for key, route in self._routes.items() if route.group is not group}
@@ -336,10 +346,10 @@ class Runtime:
             self.ignore(self._record)
             self._record.write()
             self._record = None
-        backends, self.backends = self.backends, {}
+        ways, self.ways, self.backends = self.ways, {}, {}
         self._routes.clear()
-        for backend in reversed(backends.values()):
-            backend.close()
+        for way in reversed(ways.values()):
+            way.close()
         self.groups.close()
         self._arrivals.close()
         self.progress.close()
@@ -351,8 +361,9 @@ class Runtime:
         lines = [
             f"{self.world_size} ranks on {mesh.nodes} host{'s' if mesh.nodes > 1 else ''}, {len(self.groups)} group"
         ]
-        for name, backend in self.backends.items():
-            lines.append(f"backend {name}: {', '.join(filter(None, (type(backend).version(), backend.details())))}")
+        for name, way in self.ways.items():
+            if name in self.backends or way.misfit(mesh) is None:
+                lines.append(f"backend {name}: {', '.join(filter(None, (type(way).version(), way.details())))}")
         lines += [f"left out {name}: {reason}" for name, reason in self.left_out.items()]
         lines += [f"route {name}: {', '.join(what)}" for name, what in self.router.map(device, mesh).items()]
         lines += [f"table: {self.table.path} ({self.table.table.made})" if self.table else "table: none"]

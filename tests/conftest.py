@@ -19,14 +19,15 @@ def no_tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """Return world size -> Ranks, started at first use and again after a test has left them unusable."""
-    started: dict[int, Ranks] = {}
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    """Return (world size, hosts of the ranks) -> Ranks, started at first use and again where a test has broken them."""
+    started: dict[tuple[int, str], Ranks] = {}
 
-    def get(world_size: int) -> Ranks:
-        if world_size not in started or not started[world_size].alive:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
+    def get(world_size: int, hosts: str = "") -> Ranks:
+        key = world_size, hosts
+        if key not in started or not started[key].alive:
+            started[key] = Ranks(world_size, hosts)
+        return started[key]
 
     yield get
     for pool in started.values():

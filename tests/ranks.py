@@ -10,10 +10,11 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,9 +29,10 @@ class Ranks:
 
     Args:
         world_size: number of processes.
+        hosts: what each rank takes its host's name to be; empty: this machine's.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, hosts: Sequence[str] = ()) -> None:
         self.world_size = world_size
         context = multiprocessing.get_context("spawn")
         port = free_port()
@@ -39,7 +41,8 @@ class Ranks:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             environment = rank_environment(rank, world_size, port)
-            process = context.Process(target=_work, args=(theirs, environment), daemon=True)
+            host = hosts[rank] if hosts else None
+            process = context.Process(target=_work, args=(theirs, environment, host), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -102,8 +105,11 @@ class Ranks:
         return [results[rank] for rank in range(self.world_size)]
 
 
-def _work(connection: Connection, environment: dict[str, str]) -> None:
+def _work(connection: Connection, environment: dict[str, str], host: str | None) -> None:
     os.environ.update(environment, DS_ACCELERATOR="cpu", MCRDL_LOG_LEVEL="ERROR")
+    if host is not None:
+        socket.gethostname = lambda: host
+        os.environ.update(UCX_NET_DEVICES="lo", FI_TCP_IFACE="lo", GLOO_SOCKET_IFNAME="lo")
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
         import deepspeed

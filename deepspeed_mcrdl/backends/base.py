@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from deepspeed_mcrdl.errors import CallError, MCRDLError
-from deepspeed_mcrdl.groups import Group
+from deepspeed_mcrdl.groups import Group, Mesh
 from deepspeed_mcrdl.operations import OPERATIONS, Operation
 from deepspeed_mcrdl.safety import Progress
 from deepspeed_mcrdl.work import Pending
@@ -99,7 +99,8 @@ class Backend(ABC):
     @abstractmethod
     def join(self, group: Group) -> None:
         """Make the communicator of `group`. Every member calls it once, before the group's first collective; the world
-        comes first. It may block until all have come, and runs in a thread of its own."""
+        comes first, if the backend fits how it lies on the hosts. It may block until all have come, and runs in a
+        thread of its own."""
 
     @abstractmethod
     def leave(self, group: Group) -> None:
@@ -128,6 +129,11 @@ class Backend(ABC):
         if op is None and dtype is not None and dtype not in cls.dtypes:
             return f"can't move {dtype}"
         return None
+
+    @classmethod
+    def misfit(cls, mesh: Mesh) -> str | None:
+        """Return why this backend can't carry calls of groups that lie so on the hosts, or None if it can."""
+        return "carries calls within one host only" if cls.one_host and mesh.nodes > 1 else None
 
     def details(self) -> str:
         """Return what there is to say of it beside its version, such as how it was started."""
@@ -174,6 +180,13 @@ def spread(flat: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         for output, part in zip(outputs, torch.split(flat, [t.numel() for t in outputs]), strict=True):
             output.copy_(part.view_as(output))
+
+
+def divide(tensor: torch.Tensor, size: int) -> None:
+    """Make an average of a sum over `size` ranks."""
+    with torch.no_grad():
+        # Part by part: torch divides complex numbers less exactly.
+        (torch.view_as_real(tensor) if tensor.is_complex() else tensor).div_(size)
 
 
 def apart(input: torch.Tensor, outputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -159,7 +159,9 @@ class C10dBackend(Backend):
         self._process_groups[group] = own
 
     def _own(self, group: Group) -> Any:
-        """Return the torch backend of the group's own process group, if it is of our kind."""
+        """Return the torch backend of the group's own process group, if it has one and that is of our kind."""
+        if group.torch_group is None:
+            return None
         for device in self.devices & {device.type for device in group.torch_group._device_types}:
             backend = group.torch_group._get_backend(torch.device(device))
             if backend.name() == self.name:

@@ -11,6 +11,8 @@ interpreter's lock, so that a dead peer would freeze every thread of this proces
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ from deepspeed_mcrdl.backends.base import (
     Backend,
     Job,
     apart,
+    divide,
     joined,
     message_tag,
     spread,
@@ -135,6 +138,74 @@ class MPIPendingAll(Pending):
         return True
 
 
+class _Matches:
+    """Receives that find their messages by matched probes, in the order in which they were issued for each tag.
+
+    MPICH 5.0.2 loses receives from any source between hosts (over UCX; matched probes find every message).
+    While a receive from any waits, later ones with its tag wait behind it, as messages are matched in order.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._waiting: dict[int, deque[_MatchedPending]] = {}
+        self._lock = threading.Lock()
+
+    def wait_for(self, tag: int) -> bool:
+        """Return whether a receive with `tag` waits for its message."""
+        return bool(self._waiting.get(tag))
+
+    def add(self, receive: _MatchedPending, tag: int) -> None:
+        """Take a receive up, behind the others with its tag."""
+        with self._lock:
+            self._waiting.setdefault(tag, deque()).append(receive)
+
+    def advance(self, tag: int) -> None:
+        """Start the receives with `tag` whose messages are here."""
+        with self._lock:
+            receives = self._waiting.get(tag)
+            while receives:
+                message = self._comm.Improbe(receives[0].source, tag)
+                if message is None:
+                    return
+                receives.popleft().start(message)
+            self._waiting.pop(tag, None)
+
+
+class _MatchedPending(Pending):
+    """A receive that starts when its message is here.
+
+    Args:
+        matches: what finds the message.
+        source: its rank, or MPI's any source.
+        tag: its tag.
+        buffer: where it goes, as mpi4py takes it.
+        tensor: what keeps that alive.
+    """
+
+    host_driven = True
+
+    def __init__(self, matches: _Matches, source: int, tag: int, buffer: Any, tensor: torch.Tensor) -> None:
+        self.source = source
+        self._matches, self._tag = matches, tag
+        self._buffer, self._tensor = buffer, tensor
+        self._received: MPIPending | None = None
+        matches.add(self, tag)
+
+    def start(self, message: MPI.Message) -> None:
+        """Receive `message`."""
+        from mpi4py import MPI
+
+        self._received = MPIPending(message.Irecv(self._buffer), self._tensor, status=MPI.Status())
+
+    def poll(self) -> bool:
+        if self._received is None:
+            self._matches.advance(self._tag)
+        return self._received is not None and self._received.poll()
+
+    def source_rank(self) -> int:
+        return super().source_rank() if self._received is None else self._received.source_rank()
+
+
 class MPIBackend(Backend):
     """MPI (MPICH, Intel MPI, Open MPI) on CPU tensors."""
 
@@ -176,6 +247,7 @@ class MPIBackend(Backend):
         self._messages = self._world.Dup()
         self._max_tag: int = self._world.Get_attr(MPI.TAG_UB) or _LEAST_MAX_TAG
         self._comms: dict[Group, MPI.Intracomm] = {}
+        self._matches = _Matches(self._messages) if len(set(job.hosts)) > 1 else None
         # Looking for a message moves everything that this rank has to move, also of operations that are done here.
         self._turn = self._messages.Iprobe
         self._progress.add_engine(self._turn)
@@ -220,7 +292,7 @@ class MPIBackend(Backend):
     def all_reduce(self, group: Group, tensor: torch.Tensor, op: str) -> Pending:
         comm = self._comms[group]
         arguments = (self._in_place, self._buffer(tensor), self._op(tensor.dtype, op))
-        finish = partial(_divide, tensor, group.size) if op == "avg" else None
+        finish = partial(divide, tensor, group.size) if op == "avg" else None
         return MPIPending(comm.Iallreduce(*arguments), tensor, finish)
 
     def reduce(self, group: Group, tensor: torch.Tensor, dst: int, op: str) -> Pending:
@@ -229,7 +301,7 @@ class MPIBackend(Backend):
         own = self._buffer(tensor)
         buffers = (self._in_place, own) if group.rank == root else (own, None)
         arguments = (*buffers, self._op(tensor.dtype, op), root)
-        finish = partial(_divide, tensor, group.size) if op == "avg" and group.rank == root else None
+        finish = partial(divide, tensor, group.size) if op == "avg" and group.rank == root else None
         return MPIPending(comm.Ireduce(*arguments), tensor, finish)
 
     def broadcast(self, group: Group, tensor: torch.Tensor, src: int) -> Pending:
@@ -288,14 +360,14 @@ class MPIBackend(Backend):
         comm = self._comms[group]
         input = apart(input, (output,))
         arguments = (self._buffer(input), self._buffer(output), self._op(input.dtype, op))
-        finish = partial(_divide, output, group.size) if op == "avg" else None
+        finish = partial(divide, output, group.size) if op == "avg" else None
         return MPIPending(comm.Ireduce_scatter_block(*arguments), (input, output), finish)
 
     def reduce_scatter(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str) -> Pending:
         comm = self._comms[group]
         flat = joined(inputs)
         arguments = (self._buffer(flat), self._buffer(output), [t.numel() for t in inputs], self._op(flat.dtype, op))
-        finish = partial(_divide, output, group.size) if op == "avg" else None
+        finish = partial(divide, output, group.size) if op == "avg" else None
         return MPIPending(comm.Ireduce_scatter(*arguments), (flat, output), finish)
 
     def all_to_all_single(
@@ -330,17 +402,13 @@ class MPIBackend(Backend):
         if src is not None:
             group.index(src)
         source = self._any_source if src is None else src
-        arguments = (self._buffer(tensor), source, message_tag(group, tag, self._max_tag))
-        return MPIPending(self._messages.Irecv(*arguments), tensor, status=self._status())
+        buffer, tag = self._buffer(tensor), message_tag(group, tag, self._max_tag)
+        if self._matches is not None and (src is None or self._matches.wait_for(tag)):
+            return _MatchedPending(self._matches, source, tag, buffer, tensor)
+        return MPIPending(self._messages.Irecv(buffer, source, tag), tensor, status=self._status())
 
     def barrier(self, group: Group) -> Pending:
         return MPIPending(self._comms[group].Ibarrier(), None)
-
-
-def _divide(tensor: torch.Tensor, size: int) -> None:
-    with torch.no_grad():
-        # Part by part: torch divides complex numbers less exactly.
-        (torch.view_as_real(tensor) if tensor.is_complex() else tensor).div_(size)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

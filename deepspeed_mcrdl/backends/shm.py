@@ -226,8 +226,6 @@ class ShmBackend(Backend):
         return make_segment(self._store, self._job.rank, key, ranks, size, choices)
 
     def join(self, group: Group) -> None:
-        if not set(group.ranks) <= self._places.keys():
-            return  # it spans hosts, so that no call of it comes here
         n = group.size
         # A slot takes a part for each rank, and the address of a block for each.
         least = max(_LEAST_SLOT_BYTES, n * 256)

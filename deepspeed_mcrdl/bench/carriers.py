@@ -60,8 +60,8 @@ _TORCH_CALLS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
 
 def carrier_names(runtime: Runtime) -> list[str]:
     """Return the names of all carriers in this job."""
-    direct = [DIRECT + name for name in runtime.backends]
-    return [*runtime.backends, AUTO, *direct, TORCH, *([MPI4PY] if "mpi" in runtime.backends else [])]
+    direct = [DIRECT + name for name in runtime.ways]
+    return [*runtime.ways, AUTO, *direct, TORCH, *([MPI4PY] if "mpi" in runtime.backends else [])]
 
 
 def carrier(name: str, runtime: Runtime, group: Group, torch_gloo: Any = None) -> Issue:
@@ -76,9 +76,9 @@ def carrier(name: str, runtime: Runtime, group: Group, torch_gloo: Any = None) -
     Raises:
         ConfigError: on an unknown name, with the right word.
     """
-    if name == AUTO or name in runtime.backends:
+    if name == AUTO or name in runtime.ways:
         return _routed(runtime, group, name)
-    if name.startswith(DIRECT) and name.removeprefix(DIRECT) in runtime.backends:
+    if name.startswith(DIRECT) and name.removeprefix(DIRECT) in runtime.ways:
         return _direct(runtime, group, name.removeprefix(DIRECT))
     if name == TORCH:
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names with a successor
@@ -98,7 +98,7 @@ def _routed(runtime: Runtime, group: Group, name: str) -> Issue:
 
 
 def _direct(runtime: Runtime, group: Group, name: str) -> Issue:
-    backend, progress = runtime.backends[name], runtime.progress
+    backend, progress = runtime.ways[name], runtime.progress
 
     def issue(operation: Operation, args: tuple[Any, ...], async_op: bool = False) -> Any:
         pending = backend.method(operation)(group, *args)

@@ -110,7 +110,7 @@ class _Bench:
         import torch.distributed as dist
 
         self._runtime, self._args = runtime, args
-        self._names: list[str] = args.backends or [*runtime.backends, AUTO]
+        self._names: list[str] = args.backends or [*runtime.ways, AUTO]
         self._torch_gloo = dist.new_group(backend="gloo") if TORCH in self._names else None
         self.copy_peak = copy_peak_GBps()
         for name in self._names:  # a wrong name is an error before the first call
@@ -155,7 +155,7 @@ class _Bench:
         backend = name.removeprefix(DIRECT)
         if name == AUTO:
             return bool(able)
-        return backend in able if backend in self._runtime.backends else can_carry(name, case)
+        return backend in able if backend in self._runtime.ways else can_carry(name, case)
 
     def _row(self, name: str, group: Group, case: Case, us: list[float], wrong: int) -> dict[str, Any]:
         operation, args = case.calls[0]

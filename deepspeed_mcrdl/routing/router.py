@@ -154,8 +154,9 @@ class Router:
         if name not in self._backends:
             return "is not in use"
         backend = self._backends[name]
-        if backend.one_host and key.mesh.nodes > 1:
-            return "carries calls within one host only"
+        misfit = backend.misfit(key.mesh)
+        if misfit is not None:
+            return misfit
         device = "cpu" if staged and key.device == "cuda" and "cuda" not in backend.devices else key.device
         return backend.lacks(key.operation, key.dtype, device, key.op)
 

@@ -7,7 +7,6 @@ earlier call of the same lane (`Turns`), since the ranks must start those in the
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -16,110 +15,10 @@ import torch
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.streams import Device
+from deepspeed_mcrdl.transforms.turns import Turn, Turns
 from deepspeed_mcrdl.work import Pending
 
 Method = Callable[..., Pending]
-
-
-class Turns:
-    """The order in which the calls of one backend start: that of the program within each lane.
-
-    A lane is what the ranks must start in the same order: the collectives of a group, messages with the same tag. This
-    is the order that NCCL keeps on the GPU: a collective runs after the kernels that it needs and after the earlier
-    ones of its communicator, and waits for nothing else.
-
-    Waiting for the copies in the call itself would be simpler, but the kernels before them may be those of another
-    backend's collective, which end only when other ranks come, and these may wait for what this rank does next.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: list[_Turn] = []
-        self._lock = threading.Lock()
-        self._alive: set[_Staged] = set()
-
-    def take(self, lane: Hashable, start: Callable[[], Pending], ready: Callable[[], bool]) -> _Turn:
-        """Return a call that `start` starts when it is ready and the earlier ones of its lane have started."""
-        turn = _Turn(self, lane, start, ready)
-        self._waiting.append(turn)
-        self.advance()
-        return turn
-
-    def free(self, lane: Hashable) -> bool:
-        """Return whether no call of the lane waits to be started."""
-        return not any(turn.lane == lane for turn in tuple(self._waiting))
-
-    def advance(self) -> None:
-        """Start all calls whose turn it is."""
-        # A thread that finds another one at this has nothing to add. Starting may come back here, too.
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            held = set()
-            for turn in tuple(self._waiting):
-                if turn.lane not in held and turn.ready():
-                    turn.start()
-                    self._waiting.remove(turn)
-                else:
-                    held.add(turn.lane)
-        finally:
-            self._lock.release()
-
-    def keep(self, call: _Staged) -> None:
-        """Keep the buffers of `call` until it has ended, even if nobody waits for it any more."""
-        for other in tuple(self._alive):
-            if other.copied_back():
-                self.release(other)
-        self._alive.add(call)
-
-    def release(self, call: _Staged) -> None:
-        """`call` has ended."""
-        self._alive.discard(call)
-
-
-class _Turn(Pending):
-    """A call that starts in its turn."""
-
-    host_driven = True
-
-    def __init__(self, turns: Turns, lane: Hashable, start: Callable[[], Pending], ready: Callable[[], bool]) -> None:
-        self.lane = lane
-        self._turns = turns
-        self._start: Callable[[], Pending] | None = start
-        self._ready = ready
-        self._pending: Pending | None = None
-        self._error: Exception | None = None
-
-    def ready(self) -> bool:
-        try:
-            return self._ready()
-        except Exception as error:  # the device has failed: the call ends with its error when it is started
-            self._error = error
-            return True
-
-    def start(self) -> None:
-        start, self._start = self._start, None  # which holds the arguments
-        if start is None or self._error is not None:
-            return
-        try:
-            self._pending = start()
-        except Exception as error:  # it is this call's, whoever's poll has started it
-            self._error = error
-
-    def poll(self) -> bool:
-        if self._pending is None and self._error is None:
-            self._turns.advance()
-        if self._error is not None:
-            raise self._error
-        return self._pending is not None and self._pending.poll()
-
-    def block(self, limit_s: float) -> None:
-        if self._pending is None:
-            super().block(limit_s)
-        else:
-            self._pending.block(limit_s)
-
-    def source_rank(self) -> int:
-        return super().source_rank() if self._pending is None else self._pending.source_rank()
 
 
 class _Staged(Pending):
@@ -139,7 +38,7 @@ class _Staged(Pending):
 
     def __init__(
         self,
-        turn: _Turn,
+        turn: Turn,
         device: Device,
         stream: Any,
         results: Sequence[tuple[torch.Tensor, torch.Tensor]],

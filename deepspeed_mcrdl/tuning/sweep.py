@@ -113,7 +113,7 @@ def main(args: argparse.Namespace) -> int:
             sweep.follow()
             return 0
         output.parent.mkdir(parents=True, exist_ok=True)
-        conductor = Conductor(cells, list(runtime.backends), _Partial(output, _plan_of(args, runtime)))
+        conductor = Conductor(cells, list(runtime.ways), _Partial(output, _plan_of(args, runtime)))
         wrong = sweep.lead(conductor, deadline)
         if wrong:
             print(f"mcrdl: error: wrong results, so no table is written: {'; '.join(wrong)}", file=sys.stderr)

@@ -9,7 +9,7 @@ knows by its seed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ class Cell(NamedTuple):
         return " ".join(part for part in parts if part)
 
 
-def cells(operation: str, backends: list[str]) -> Iterator[Cell]:
+def cells(operation: str, backends: Sequence[str]) -> Iterator[Cell]:
     """Yield all cells of an operation."""
     if operation == "barrier":
         for backend, async_op, sub in itertools.product(backends, (False, True), (False, True)):

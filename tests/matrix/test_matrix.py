@@ -8,7 +8,7 @@ import torch
 
 from deepspeed_mcrdl.errors import UnsupportedError
 from deepspeed_mcrdl.operations import OPERATIONS, RECV, SEND
-from tests.backends import BACKENDS
+from tests.backends import BACKENDS, PAIRS
 from tests.matrix.cells import RECIPES, cells, make, verify
 from tests.programs import use
 
@@ -20,10 +20,10 @@ def test_every_operation_is_in_the_matrix():
     assert set(RECIPES) == set(OPERATIONS)
 
 
-def _run(chosen):
+def _run(chosen, some=None):
     cdb = use({})
     world = list(range(cdb.get_world_size()))
-    some = world[1::2] if len(world) > 3 else world[1:]
+    some = some or (world[1::2] if len(world) > 3 else world[1:])
     group = cdb.new_group(some)
     refused = 0
     for cell in chosen:
@@ -39,7 +39,7 @@ def _one(runtime, cell, torch_group, members):
     """Carry out a cell; return whether it was refused."""
     me = members.index(runtime.rank)
     operation = OPERATIONS[cell.operation]
-    tried = runtime.backends if cell.backend == "auto" else {cell.backend: runtime.backends[cell.backend]}
+    tried = runtime.ways if cell.backend == "auto" else {cell.backend: runtime.ways[cell.backend]}
     has_tensors = cell.operation != "barrier"
     declared = [
         name
@@ -77,11 +77,11 @@ def _as(cell, argument):
     return [_as(cell, each) for each in argument] if isinstance(argument, list) else argument
 
 
-def _sample(world_size):
+def _sample(world_size, backends=(*BACKENDS, "auto")):
     generator = random.Random(f"{SEED}/{world_size}")
     chosen = []
     for operation in OPERATIONS:
-        everything = list(cells(operation, [*BACKENDS, "auto"]))
+        everything = list(cells(operation, backends))
         chosen += generator.sample(everything, min(len(everything), max(12, int(SAMPLE * len(everything)))))
     generator.shuffle(chosen)
     return chosen
@@ -99,3 +99,22 @@ def test_a_sample_of_the_matrix(ranks, world_size):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_whole_matrix(ranks, world_size, operation):
     ranks(world_size).run(_run, list(cells(operation, [*BACKENDS, "auto"])), timeout_s=1200)
+
+
+# The hosts of the ranks, and a sub-group that spans them.
+_SEVERAL_HOSTS = [("abab", [0, 1, 2, 3]), ("aaabbb", [1, 2, 4, 5])]
+
+
+@pytest.mark.skipif(not PAIRS, reason="no pair of backends is usable here")
+@pytest.mark.parametrize(("hosts", "some"), _SEVERAL_HOSTS)
+def test_a_sample_of_the_matrix_by_pairs(ranks, hosts, some):
+    ranks(len(hosts), hosts).run(_run, _sample(len(hosts), PAIRS), some, timeout_s=240)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(not PAIRS, reason="no pair of backends is usable here")
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("hosts", "some"), _SEVERAL_HOSTS)
+def test_the_whole_matrix_by_pairs(ranks, hosts, some, operation):
+    ranks(len(hosts), hosts).run(_run, list(cells(operation, PAIRS)), some, timeout_s=1200)

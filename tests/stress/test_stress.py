@@ -12,21 +12,21 @@ from tests.backends import BACKENDS
 from tests.matrix.cells import DTYPES, SHAPES, UNEVEN, UNEVEN_FORMS, Cell, make, verify
 from tests.programs import use
 
-CHOICES = (*BACKENDS, "auto")
 MOST_OUTSTANDING = 24
 SEEDS = [int(seed) for seed in os.environ.get("MCRDL_STRESS_SEEDS", ",".join(map(str, range(20)))).split(",")]
 
 
-def _cell(runtime, shared, salt):
-    """Return a random call that its backend can do."""
+def _cell(runtime, group, shared, salt):
+    """Return a random call on a group that its backend can do."""
+    fitting = {name: way for name, way in runtime.ways.items() if way.misfit(runtime.groups.of(group).mesh) is None}
     while True:
         operation = shared.choice(list(OPERATIONS))
         forms = [*SHAPES, *(UNEVEN_FORMS if operation in UNEVEN else ())]
-        backend = shared.choice(CHOICES)
+        backend = shared.choice([*fitting, "auto"])
         op = shared.choice(["sum", "max", "product", "bxor", "avg"]) if OPERATIONS[operation].reduces else None
         dtype = shared.choice(DTYPES)
         cell = Cell(operation, backend, dtype, op, shared.choice(forms), shared.random() < 0.7, False, salt)
-        tried = runtime.backends.values() if backend == "auto" else [runtime.backends[backend]]
+        tried = fitting.values() if backend == "auto" else [fitting[backend]]
         if any(type(b).lacks(OPERATIONS[operation], dtype, "cpu", op) is None for b in tried):
             return cell
 
@@ -47,10 +47,10 @@ def _random_program(seed, count):
         verify(cell, made)
 
     for step in range(count):
-        cell = _cell(runtime, shared, step)
-        group, members = shared.choice(groups)
+        seed_of_cell, (group, members) = shared.random(), shared.choice(groups)
         if rank not in members:
             continue
+        cell = _cell(runtime, group, random.Random(seed_of_cell), step)
         made = make(cell, members, members.index(rank))
         if made.args is None:
             continue
@@ -76,16 +76,16 @@ def _random_program(seed, count):
 
 
 @pytest.mark.parametrize("seed", [1001, 1002])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_short_random_programs(ranks, world_size, seed):
-    ranks(world_size).run(_random_program, seed, 500, timeout_s=120)
+@pytest.mark.parametrize(("world_size", "hosts"), [(2, ""), (4, ""), (4, "abba")])
+def test_short_random_programs(ranks, world_size, hosts, seed):
+    ranks(world_size, hosts).run(_random_program, seed, 500, timeout_s=120)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_long_random_programs(ranks, seed):
-    ranks(4).run(_random_program, seed, 10_000, timeout_s=1400)
+    ranks(4, "abba" if seed % 4 == 3 else "").run(_random_program, seed, 10_000, timeout_s=1400)
 
 
 def _groups_come_and_go(cycles):

@@ -14,7 +14,8 @@ import torch
 from deepspeed_mcrdl.groups import Group, Mesh
 from deepspeed_mcrdl.operations import OPERATIONS
 from deepspeed_mcrdl.safety import Call, Progress
-from deepspeed_mcrdl.transforms.staging import Turns, in_turn, through_host
+from deepspeed_mcrdl.transforms.staging import in_turn, through_host
+from deepspeed_mcrdl.transforms.turns import Turns
 from deepspeed_mcrdl.work import Pending, Work
 
 PRIME = 10007

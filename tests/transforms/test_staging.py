@@ -7,7 +7,8 @@ import torch
 from deepspeed_mcrdl.errors import CallFailedError
 from deepspeed_mcrdl.operations import OPERATIONS
 from deepspeed_mcrdl.streams import CudaDevice, Device, device_of
-from deepspeed_mcrdl.transforms.staging import Turns, in_turn, through_host
+from deepspeed_mcrdl.transforms.staging import in_turn, through_host
+from deepspeed_mcrdl.transforms.turns import Turns
 from deepspeed_mcrdl.work import Pending
 from tests.transforms.programs import SIZE, HostCall, Program, group
 from tests.transforms.simulated import Event, Race, Simulation
