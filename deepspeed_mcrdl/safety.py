@@ -18,7 +18,7 @@ from typing import NamedTuple
 from deepspeed_mcrdl.arrivals import Arrivals
 from deepspeed_mcrdl.errors import CallTimeoutError, failed
 from deepspeed_mcrdl.groups import Group, Groups
-from deepspeed_mcrdl.operations import Operation
+from deepspeed_mcrdl.operations import RECV, Operation
 from deepspeed_mcrdl.work import Pending, Work
 
 _HOT_POLLS = 1000
@@ -47,6 +47,11 @@ class Call(NamedTuple):
     group: Group
     backend: str
     number: int | None
+
+    @property
+    def source(self) -> int | None:
+        """The global rank that a receive names, if this is one that does."""
+        return self.number if self.operation is RECV else None
 
     def __str__(self) -> str:
         if self.operation.collective:

@@ -178,8 +178,10 @@ class Work:
         self._pending = pending
         self._call = call
         self._waits = waits
-        self._done = False
+        self._done = pending is DONE
         self._error: BaseException | None = None
+        if self._done:
+            return
         self._lock = threading.Lock()  # a backend's operation is polled by one thread at a time
         if pending.host_driven:
             waits.watch(self)
@@ -242,7 +244,8 @@ class Work:
 
     def source_rank(self) -> int:
         """Return the global rank that a completed receive got its message from."""
-        return self._pending.source_rank()
+        named: int | None = self._call.source
+        return self._pending.source_rank() if named is None else named
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is completed by a thread waiting for this Work."""

@@ -108,8 +108,8 @@ class Messages:
         """Return the bytes of a segment."""
 
     def send(self, address: int, size: int, rank: int, tag: int, kept: Any) -> Message | None: ...
-    def recv(self, address: int, size: int, rank: int, tag: int, kept: Any) -> Message:
-        """Start a receive; rank -1: from any."""
+    def recv(self, address: int, size: int, rank: int, tag: int, kept: Any) -> Message | None:
+        """Start a receive; rank -1: from any. None: it is done, and not from any."""
 
     def turn(self) -> None:
         """Carry on all messages."""

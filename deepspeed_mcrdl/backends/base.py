@@ -139,8 +139,12 @@ class Backend(ABC):
         """Return what there is to say of it beside its version, such as how it was started."""
         return ""
 
-    def method(self, operation: Operation) -> Callable[..., Pending]:
-        """Return the bound method that carries `operation`."""
+    def method(self, operation: Operation, group: Group, args: tuple[Any, ...]) -> Callable[..., Pending]:
+        """Return what carries calls of `operation` on `group` whose arguments have the signature of `args`.
+
+        It is looked up once for such calls. A backend whose calls are so short that it matters can give out something
+        with all that the signature settles looked up; it is not called any more when the group has been left.
+        """
         method: Callable[..., Pending] = getattr(self, operation.name)
         return method
 

@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
+from deepspeed_mcrdl import operations as ops
 from deepspeed_mcrdl.backends.base import (
     ARITHMETIC_OPS,
     BIT_OPS,
     COMPLEX,
     FLOATS,
     INTEGERS,
+    MESSAGE_TAGS,
     MOVABLE,
     Backend,
     Job,
@@ -37,7 +39,7 @@ from deepspeed_mcrdl.backends.shm_segments import FOLDER, Peers, halves, make_se
 from deepspeed_mcrdl.errors import MCRDLError
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.machine import cores
-from deepspeed_mcrdl.operations import counts
+from deepspeed_mcrdl.operations import Operation, counts
 from deepspeed_mcrdl.stores import Patient, exchange
 from deepspeed_mcrdl.work import DONE, Pending
 
@@ -192,6 +194,15 @@ class ShmBackend(Backend):
         self._progress = job.progress
         self._turn: Callable[[], object] = self._messages.turn
         self._progress.add_engine(self._turn)
+        # The operations whose calls are so short that looking things up would be half of them.
+        self._short: dict[Operation, Callable[..., Callable[..., Pending]]] = {
+            ops.ALL_REDUCE: self._all_reduce,
+            ops.ALL_GATHER_INTO_TENSOR: self._all_gather_into_tensor,
+            ops.REDUCE_SCATTER_TENSOR: self._reduce_scatter_tensor,
+            ops.ALL_TO_ALL_SINGLE: self._all_to_all_single,
+            ops.SEND: self._send,
+            ops.RECV: self._recv,
+        }
 
     def _look_around(self) -> list[int]:
         """Settle with this host's ranks whether they read each other's memory, and from which size on.
@@ -255,31 +266,54 @@ class ShmBackend(Backend):
             self.leave(group)
         self._messages.close()
 
+    def method(self, operation: Operation, group: Group, args: tuple[Any, ...]) -> Callable[..., Pending]:
+        short = self._short.get(operation)
+        return super().method(operation, group, args) if short is None else short(group, *args)
+
     def _pending(self, handle: Any, group: Group) -> Pending:
         return DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
 
     def all_reduce(self, group: Group, tensor: torch.Tensor, op: str) -> Pending:
-        return self._reduce(group, tensor, -1, op)
+        return self._all_reduce(group, tensor, op)(group, tensor, op)
+
+    def _all_reduce(self, group: Group, tensor: torch.Tensor, op: str) -> Callable[..., Pending]:
+        reduce, reduction, peers = self._groups[group].reduce, _REDUCTIONS[tensor.dtype, op], self._peers
+        fixed = (tensor.nbytes, *reduction, -1, _SPLIT_BYTES)
+
+        def all_reduce(group: Group, tensor: torch.Tensor, op: str) -> Pending:
+            handle = reduce(tensor.data_ptr(), *fixed, tensor)
+            return DONE if handle is None else ShmPending(handle, peers, group.ranks)
+
+        return all_reduce
 
     def reduce(self, group: Group, tensor: torch.Tensor, dst: int, op: str) -> Pending:
-        return self._reduce(group, tensor, group.index(dst), op)
-
-    def _reduce(self, group: Group, tensor: torch.Tensor, root: int, op: str) -> Pending:
         reduction = _REDUCTIONS[tensor.dtype, op]
+        root = group.index(dst)
         handle = self._groups[group].reduce(tensor.data_ptr(), tensor.nbytes, *reduction, root, _SPLIT_BYTES, tensor)
-        return DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+        return self._pending(handle, group)
 
     def broadcast(self, group: Group, tensor: torch.Tensor, src: int) -> Pending:
         handle = self._groups[group].broadcast(tensor.data_ptr(), tensor.nbytes, group.index(src), tensor)
         return self._pending(handle, group)
 
     def all_gather_into_tensor(self, group: Group, output: torch.Tensor, input: torch.Tensor) -> Pending:
-        source, target, block = input.data_ptr(), output.data_ptr(), input.nbytes
-        if source != target + group.rank * block and source < target + group.size * block and target < source + block:
-            input = input.clone()
-            source = input.data_ptr()
-        handle = self._groups[group].all_gather(source, target, block, (output, input))
-        return DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+        return self._all_gather_into_tensor(group, output, input)(group, output, input)
+
+    def _all_gather_into_tensor(
+        self, group: Group, output: torch.Tensor, input: torch.Tensor
+    ) -> Callable[..., Pending]:
+        gather, peers, block = self._groups[group].all_gather, self._peers, input.nbytes
+        own, whole = group.rank * block, group.size * block
+
+        def all_gather_into_tensor(group: Group, output: torch.Tensor, input: torch.Tensor) -> Pending:
+            source, target = input.data_ptr(), output.data_ptr()
+            if source != target + own and source < target + whole and target < source + block:
+                input = input.clone()
+                source = input.data_ptr()
+            handle = gather(source, target, block, (output, input))
+            return DONE if handle is None else ShmPending(handle, peers, group.ranks)
+
+        return all_gather_into_tensor
 
     def all_gather(self, group: Group, outputs: Sequence[torch.Tensor], input: torch.Tensor) -> Pending:
         return self._gather(group, outputs, input, agreed=True)
@@ -316,13 +350,23 @@ class ShmBackend(Backend):
         return self._pending(handle, group)
 
     def reduce_scatter_tensor(self, group: Group, output: torch.Tensor, input: torch.Tensor, op: str) -> Pending:
-        source, target, block = input.data_ptr(), output.data_ptr(), output.nbytes
-        if source < target + block and target < source + group.size * block:
-            input = input.clone()
-            source = input.data_ptr()
-        reduction = _REDUCTIONS[input.dtype, op]
-        handle = self._groups[group].reduce_scatter(source, target, block, *reduction, (output, input))
-        return DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+        return self._reduce_scatter_tensor(group, output, input, op)(group, output, input, op)
+
+    def _reduce_scatter_tensor(
+        self, group: Group, output: torch.Tensor, input: torch.Tensor, op: str
+    ) -> Callable[..., Pending]:
+        scatter, peers, block, whole = self._groups[group].reduce_scatter, self._peers, output.nbytes, input.nbytes
+        fixed = (block, *_REDUCTIONS[input.dtype, op])
+
+        def reduce_scatter_tensor(group: Group, output: torch.Tensor, input: torch.Tensor, op: str) -> Pending:
+            source, target = input.data_ptr(), output.data_ptr()
+            if source < target + block and target < source + whole:
+                input = input.clone()
+                source = input.data_ptr()
+            handle = scatter(source, target, *fixed, (output, input))
+            return DONE if handle is None else ShmPending(handle, peers, group.ranks)
+
+        return reduce_scatter_tensor
 
     def reduce_scatter(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str) -> Pending:
         inputs = [apart(input, (output,)) for input in inputs]
@@ -340,19 +384,47 @@ class ShmBackend(Backend):
         output_splits: Sequence[int] | None,
         input_splits: Sequence[int] | None,
     ) -> Pending:
-        collectives = self._groups[group]
-        if output_splits is None and input_splits is None:
-            source, target, size = input.data_ptr(), output.data_ptr(), input.nbytes
+        args = (output, input, output_splits, input_splits)
+        return self._all_to_all_single(group, *args)(group, *args)
+
+    def _all_to_all_single(
+        self,
+        group: Group,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+    ) -> Callable[..., Pending]:
+        if output_splits is not None or input_splits is not None:
+            return self._all_to_all_split
+        exchange, peers, size = self._groups[group].all_to_all, self._peers, input.nbytes
+        block = size // group.size
+
+        def all_to_all_single(
+            group: Group, output: torch.Tensor, input: torch.Tensor, output_splits: None, input_splits: None
+        ) -> Pending:
+            source, target = input.data_ptr(), output.data_ptr()
             if source < target + size and target < source + size:
                 input = input.clone()
                 source = input.data_ptr()
-            handle = collectives.all_to_all(source, target, size // group.size, (output, input))
-        else:
-            input = apart(input, (output,))
-            handle = collectives.exchange(
-                *_cut(input, input_splits, group.size), *_cut(output, output_splits, group.size), False, (output, input)
-            )
-        return DONE if handle is None else ShmPending(handle, self._peers, group.ranks)
+            handle = exchange(source, target, block, (output, input))
+            return DONE if handle is None else ShmPending(handle, peers, group.ranks)
+
+        return all_to_all_single
+
+    def _all_to_all_split(
+        self,
+        group: Group,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+    ) -> Pending:
+        input = apart(input, (output,))
+        handle = self._groups[group].exchange(
+            *_cut(input, input_splits, group.size), *_cut(output, output_splits, group.size), False, (output, input)
+        )
+        return self._pending(handle, group)
 
     def all_to_all(self, group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
         inputs = [apart(input, outputs) for input in inputs]
@@ -362,18 +434,31 @@ class ShmBackend(Backend):
         return self._pending(handle, group)
 
     def send(self, group: Group, tensor: torch.Tensor, dst: int, tag: int) -> Pending:
-        group.index(dst)
-        return self._message(self._messages.send, group, tensor, self._places[dst], tag)
+        return self._send(group, tensor, dst, tag)(group, tensor, dst, tag)
 
     def recv(self, group: Group, tensor: torch.Tensor, src: int | None, tag: int) -> Pending:
-        if src is not None:
-            group.index(src)
-        return self._message(self._messages.recv, group, tensor, -1 if src is None else self._places[src], tag)
+        return self._recv(group, tensor, src, tag)(group, tensor, src, tag)
 
-    def _message(self, start: Callable[..., Any], group: Group, tensor: torch.Tensor, place: int, tag: int) -> Pending:
-        combined = message_tag(group, tag, _MAX_TAG)
-        handle = start(tensor.data_ptr(), tensor.nbytes, place, combined, tensor)
-        return DONE if handle is None else ShmPending(handle, self._peers, self._ranks)
+    def _send(self, group: Group, tensor: torch.Tensor, dst: int, tag: int) -> Callable[..., Pending]:
+        return self._message(self._messages.send, group, tensor)
+
+    def _recv(self, group: Group, tensor: torch.Tensor, src: int | None, tag: int) -> Callable[..., Pending]:
+        return self._message(self._messages.recv, group, tensor)
+
+    def _message(self, start: Callable[..., Any], group: Group, tensor: torch.Tensor) -> Callable[..., Pending]:
+        size, peers, ranks = tensor.nbytes, self._peers, self._ranks
+        places: dict[int | None, int] = {rank: self._places[rank] for rank in group.ranks} | {None: -1}
+        first_tag = message_tag(group, 0, _MAX_TAG)
+
+        def message(group: Group, tensor: torch.Tensor, peer: int | None, tag: int) -> Pending:
+            place = places.get(peer)
+            if place is None or not 0 <= tag < MESSAGE_TAGS:  # which one it is, these say
+                group.index(-1 if peer is None else peer)
+                message_tag(group, tag, _MAX_TAG)
+            handle = start(tensor.data_ptr(), size, place, first_tag + tag, tensor)
+            return DONE if handle is None else ShmPending(handle, peers, ranks)
+
+        return message
 
     def barrier(self, group: Group) -> Pending:
         handle = self._groups[group].barrier()

@@ -101,7 +101,7 @@ def _direct(runtime: Runtime, group: Group, name: str) -> Issue:
     backend, progress = runtime.ways[name], runtime.progress
 
     def issue(operation: Operation, args: tuple[Any, ...], async_op: bool = False) -> Any:
-        pending = backend.method(operation)(group, *args)
+        pending = backend.method(operation, group, args)(group, *args)
         call = Call(operation, group, name, 0)
         if async_op:
             return Work(pending, call, progress)

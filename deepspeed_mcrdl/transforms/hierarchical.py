@@ -44,7 +44,7 @@ from deepspeed_mcrdl.operations import Operation, counts
 from deepspeed_mcrdl.transforms.turns import Turn, Turns
 from deepspeed_mcrdl.work import Pending
 
-Fit = Callable[[Backend, Operation, tuple[Any, ...]], Callable[..., Pending]]
+Fit = Callable[[Backend, Operation, Group, tuple[Any, ...]], Callable[..., Pending]]
 
 # What an operation needs of the inner and of the outer backend.
 _NEEDS: dict[Operation, tuple[Sequence[Operation], Sequence[Operation]]] = {
@@ -196,7 +196,8 @@ class Hierarchical(Backend):
     Args:
         parts: the backends in use, by name.
         layouts: those of this process.
-        fit: (backend, operation, arguments) -> the backend's method for them with all that it needs before and after.
+        fit: (backend, operation, group, arguments) -> the backend's method for them, with what it needs before and
+            after.
 
     Class attributes:
         inner: carries the steps within hosts.
@@ -266,7 +267,7 @@ class Hierarchical(Backend):
 
     def _start(self, step: _Step) -> Pending:
         arguments = step.arguments()
-        return self._fit(step.backend, step.operation, arguments)(step.group, *arguments)
+        return self._fit(step.backend, step.operation, step.group, arguments)(step.group, *arguments)
 
     def all_reduce(self, group: Group, tensor: torch.Tensor, op: str) -> Pending:
         at = self._layouts.of(group)

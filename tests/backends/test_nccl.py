@@ -18,7 +18,7 @@ for device in ("cuda", "cpu"):
     work = deepspeed.comm.all_reduce(tensor, async_op=True)
     work.wait()
     assert torch.equal(tensor.cpu(), torch.arange(1024.))
-print("CARRIED", *sorted({f"{key[0]}:{route.method.__self__.name}" for key, route in comm.cdb.runtime._routes.items()}))
+print("CARRIED", *sorted({f"{key[0]}:{route.backend}" for key, route in comm.cdb.runtime._routes.items()}))
 deepspeed.comm.destroy_process_group()
 """
 

@@ -51,7 +51,7 @@ def _all_operations(backend):
                 _movements(cdb, torch_group, members, dtype, async_op)
                 _reductions(cdb, torch_group, members, dtype, async_op)
             _finish(cdb.barrier(group=torch_group, async_op=async_op))
-    used = {route.method.__self__.name for route in cdb.runtime._routes.values()}
+    used = {route.backend for route in cdb.runtime._routes.values()}
     assert used == {backend}, used
     if group is not None and cdb.get_rank() in ranks:
         cdb.destroy_process_group(group)

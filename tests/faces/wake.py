@@ -69,7 +69,7 @@ def main():
 
 
 def _name(route):
-    return route.method.__self__.name
+    return route.backend
 
 
 if __name__ == "__main__":

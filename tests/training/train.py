@@ -171,7 +171,7 @@ def count_calls(counts):
 def carried():
     """Return "operation on kind of group: backend" for every route taken, and forget them."""
     routes = comm.cdb.runtime._routes
-    names = {f"{key[0]} on {route.group.kind}: {route.method.__self__.name}" for key, route in routes.items()}
+    names = {f"{key[0]} on {route.group.kind}: {route.backend}" for key, route in routes.items()}
     routes.clear()
     return sorted(names)
 

@@ -482,6 +482,7 @@ static PyObject *start(PyObject *self, PyObject *const *args, Py_ssize_t count, 
     message->peer = (int)PyLong_AsLong(args[2]);
     message->tag = PyLong_AsSize_t(args[3]);
     message->sends = sends;
+    const bool any = message->peer < 0;
     Py_INCREF(args[4]);
     message->kept = args[4];
     if (!PyErr_Occurred() && (message->peer < (sends ? 0 : -1) || message->peer >= comm->segment.n))
@@ -508,7 +509,8 @@ static PyObject *start(PyObject *self, PyObject *const *args, Py_ssize_t count, 
     if (over) wake(comm->beds, comm->segment.n, comm->segment.me);
     let_go(over);
     turn(comm, 0);
-    if (message->finished && !message->error && !message->too_long && sends) {
+    /* A receive from any rank has to tell whose message it was. */
+    if (message->finished && !message->error && !message->too_long && !any) {
         Py_DECREF((PyObject *)message);
         Py_RETURN_NONE;
     }
@@ -613,7 +615,7 @@ static PyMethodDef messages_methods[] = {
     {"send", (PyCFunction)(void (*)(void))messages_send, METH_FASTCALL,
      "send(address, bytes, rank, tag, kept) -> Message, or None if it is on its way already."},
     {"recv", (PyCFunction)(void (*)(void))messages_recv, METH_FASTCALL,
-     "recv(address, bytes, rank or -1, tag, kept) -> Message."},
+     "recv(address, bytes, rank or -1, tag, kept) -> Message, or None if that of a rank is here already."},
     {"turn", messages_turn, METH_NOARGS, "turn(): carry on all messages."},
     {"close", messages_close, METH_NOARGS, "close(): let go of the segment; what is not done ends with an error."},
     {"size", messages_size, METH_VARARGS | METH_STATIC, "size(ranks, ring_bytes) -> bytes of a segment."},
