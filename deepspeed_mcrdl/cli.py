@@ -44,7 +44,7 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
     schema.add_argument("--table", action="store_true", help="of tuning tables instead")
     schema.set_defaults(run=_schema)
 
-    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead")
+    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead, floor")
     tune = commands.add_parser("tune", help="measure the backends and write the tuning table that jobs go by")
     if measures:  # these import torch, which the other commands need not wait for
         _add_benchmarks(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))
@@ -53,12 +53,13 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
 
 
 def _add_benchmarks(bench: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from deepspeed_mcrdl.bench import ops, overhead, train
+    from deepspeed_mcrdl.bench import floor, ops, overhead, train
 
     for name, module, text in (
         ("train", train, "throughput of real training for each backend"),
         ("ops", ops, "every operation by size and backend"),
         ("overhead", overhead, "what routing adds to a call"),
+        ("floor", floor, "how near shared memory comes to copying alone"),
     ):
         parser = bench.add_parser(name, help=text, description=module.__doc__)
         module.add_arguments(parser)

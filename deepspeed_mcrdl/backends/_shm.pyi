@@ -13,6 +13,12 @@ def where() -> int:
 def can_read(pid: int, address: int) -> bool:
     """Return whether this process can read the memory of another one."""
 
+def copy_through(source: int, own: int, other: int, target: int, size: int, chunk: int) -> None:
+    """Copy `size` bytes from source to own and as many from other to target, a chunk at a time.
+
+    The chunks take the same place in shared memory, one after the other, as those of a call do.
+    """
+
 @final
 class Operation:
     """A collective under way."""

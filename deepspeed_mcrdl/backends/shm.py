@@ -45,7 +45,7 @@ from deepspeed_mcrdl.work import DONE, Pending
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SLOTS = 4
-_SLOT_BYTES = 128 * 1024
+SLOT_BYTES = 128 * 1024
 _LEAST_SLOT_BYTES = 4 * 1024
 _RING_BYTES = 1024 * 1024
 _ALL_RINGS_BYTES = 16 * 1024 * 1024
@@ -244,7 +244,7 @@ class ShmBackend(Backend):
             f"group/{group.number}",
             group.ranks,
             lambda size: self._extension.Collectives.size(n, _SLOTS, size),
-            halves(max(_SLOT_BYTES, least), least),
+            halves(max(SLOT_BYTES, least), least),
         )
         pids = [self._pids[self._places[rank]] for rank in group.ranks]
         try:

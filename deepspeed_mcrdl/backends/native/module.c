@@ -18,9 +18,24 @@ static PyObject *can_read(PyObject *Py_UNUSED(self), PyObject *args) {
     return PyBool_FromLong(same);
 }
 
+/* What no call between ranks can do without: its bytes into shared memory and as many out of it. */
+static PyObject *copy_through(PyObject *Py_UNUSED(self), PyObject *args) {
+    unsigned long long source, own, other, target;
+    Py_ssize_t size, chunk;
+    if (!PyArg_ParseTuple(args, "KKKKnn", &source, &own, &other, &target, &size, &chunk)) return NULL;
+    for (Py_ssize_t at = 0; at < size; at += chunk) {
+        size_t bytes = (size_t)(size - at < chunk ? size - at : chunk);
+        memcpy((void *)(uintptr_t)own, (char *)(uintptr_t)source + at, bytes);
+        memcpy((char *)(uintptr_t)target + at, (void *)(uintptr_t)other, bytes);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"where", where, METH_NOARGS, "where() -> address of bytes that can_read looks for."},
     {"can_read", can_read, METH_VARARGS, "can_read(pid, address) -> whether the memory of that process can be read."},
+    {"copy_through", copy_through, METH_VARARGS,
+     "copy_through(source, own, other, target, bytes, chunk): copy to own and from other, a chunk at a time."},
     {NULL, NULL, 0, NULL},
 };
 
