@@ -17,8 +17,9 @@ import torch
 
 from deepspeed_mcrdl import operations as ops
 from deepspeed_mcrdl.bench.cases import Case, Issue
+from deepspeed_mcrdl.bench.wire import sent_bytes
 from deepspeed_mcrdl.groups import Group
-from deepspeed_mcrdl.runtime import Runtime
+from deepspeed_mcrdl.runtime import Runtime, key_of
 
 WARM_UP = 3
 LEAST_ROUNDS = 9
@@ -28,6 +29,7 @@ _LONGEST_BLOCK = 8
 _ALIKE = 8.0  # carriers within this factor are called in blocks of one length, so that they compare
 _COPY_BYTES = (2**14, 2**17, 2**20, 2**26)
 _COPY_REPEATS = 20
+_COUNTED_CALLS = 5  # for bytes on the wire
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,10 @@ class Meter:
         self._runtime = runtime
         self._group = group
         self._order = random.Random(seed)
-        # The most preferred backend that is there aligns and sums up, whatever is measured.
-        self._service = next(iter(runtime.backends))
+        # The most preferred backend that can aligns and sums up, whatever is measured.
+        needs = [(ops.BARRIER, ()), (ops.ALL_REDUCE, (torch.zeros(1, dtype=torch.float64), "max"))]
+        able = [runtime.router.able(key_of(operation, group, args)) for operation, args in needs]
+        self._service = next(name for name in able[0] if name in able[1])
 
     def measure(self, case: Case, carriers: Mapping[str, Issue], seconds: float, rounds: int | None = None) -> Samples:
         """Call `case` by each carrier in turns.
@@ -120,6 +124,16 @@ class Meter:
         self._runtime.issue(ops.ALL_REDUCE, self._group.torch_group, (tensor, "max"), backend=self._service)
         result: list[float] = tensor.tolist()
         return result
+
+    def sent(self, case: Case, issue: Issue) -> int:
+        """Return the bytes that a host sends for one call, the largest of all hosts."""
+        case.prepare()
+        self.align()
+        before = sent_bytes()
+        for _ in range(_COUNTED_CALLS):
+            case.run(issue)
+        self.align()
+        return int(self.worst([(sent_bytes() - before) / _COUNTED_CALLS])[0])
 
     def overlap(self, case: Case, issue: Issue, seconds: float) -> dict[str, float]:
         """Measure `case` asynchronously beside a matrix product that takes about as long.

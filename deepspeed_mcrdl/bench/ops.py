@@ -2,7 +2,8 @@
 
 Times are of the slowest rank, the ranks aligned before each call; backends are called in turns in one run, in an order
 drawn anew each round, short calls in blocks; each call's result is checked. time is the median; algbw = size / time;
-busbw is what the hardware has to carry for it, by the factors of nccl-tests.
+busbw is what the hardware has to carry for it, by the factors of nccl-tests. Between hosts there are also the bytes
+that a host sent for a call, the least that it must send, and the time which that takes at the emulated hosts' rate.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from deepspeed_mcrdl.bench.job import (
 )
 from deepspeed_mcrdl.bench.measure import Meter, copy_peak_GBps
 from deepspeed_mcrdl.bench.results import write_json
+from deepspeed_mcrdl.bench.wire import emulated_rate, least_bytes
 from deepspeed_mcrdl.config import AUTO
 from deepspeed_mcrdl.errors import ConfigError
 from deepspeed_mcrdl.groups import Group
@@ -52,6 +54,7 @@ _KEYS: dict[str, Callable[[Any], str]] = {
     "best": str,
 }
 _WIDTH, _OVERLAP_WIDTH = 160, 60
+_WIRE_KEYS: dict[str, Callable[[Any], str]] = {"wire_bytes": str, "least_bytes": str, "bound_us": "{:.0f}".format}
 _OVERLAP_KEYS = ("issue_us", "wait_us", "compute_us", "both_us", "overlap")
 _TITLES = {"median_us": "time us", "p99_us": "p99", "min_us": "min", "algbw_GBps": "algbw GB/s", "busbw_GBps": "busbw"}
 
@@ -142,6 +145,13 @@ class _Bench:
             return []
         samples = meter.measure(case, carriers, args.seconds, args.iterations)
         rows = [self._row(name, group, case, samples.us[name], samples.wrong[name]) for name in carriers]
+        if group.mesh.nodes > 1 and case.operation.collective and group.mesh.ranks_per_node:
+            least = least_bytes(case.operation, group.mesh, case.bytes)
+            rate = emulated_rate()
+            for row in rows:
+                row["wire_bytes"] = meter.sent(case, carriers[row["backend"]])
+                row["least_bytes"] = int(least)
+                row["bound_us"] = least * 8 / rate * 1e6 if rate else None
         if args.asynchronous:
             for row in rows:
                 issue = carriers[row["backend"]]
@@ -203,7 +213,7 @@ def _show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
         write_json(args.json, "ops", [{k: v for k, v in row.items() if k != "best"} for row in rows], **settings)
     if args.csv:
         with args.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0] if rows else [])
+            writer = csv.DictWriter(file, dict.fromkeys(key for row in rows for key in row))
             writer.writeheader()
             writer.writerows(rows)
     if args.plot:
@@ -266,20 +276,21 @@ def _print_tables(rows: Sequence[dict[str, Any]]) -> None:
     console = Console(width=max(shutil.get_terminal_size().columns, least))  # cut figures are worth nothing
     for mesh in dict.fromkeys(row["mesh"] for row in rows):
         of_mesh = [row for row in rows if row["mesh"] == mesh]
-        keys = [key for key in (*_KEYS, *_OVERLAP_KEYS) if key in of_mesh[0]]
+        keys = [key for key in (*_KEYS, *_WIRE_KEYS, *_OVERLAP_KEYS) if any(key in row for row in of_mesh)]
         table = Table(title=f"{of_mesh[0]['world_size']} ranks, mesh {mesh} ({MESH_FORM})")
         for key in keys:
             table.add_column(
                 _TITLES.get(key, key.replace("_us", " us")),
-                justify="left" if isinstance(of_mesh[0][key], str) else "right",
+                justify="left" if isinstance(of_mesh[0].get(key), str) else "right",
             )
+        formats = _KEYS | _WIRE_KEYS
         previous: tuple[Any, ...] = ()
         for row in of_mesh:
             cell = row["operation"], row["bytes"]
             if previous and cell != previous:
                 table.add_section()
             previous = cell
-            texts = ["-" if row[key] is None else _KEYS.get(key, "{:.2f}".format)(row[key]) for key in keys]
+            texts = ["-" if row.get(key) is None else formats.get(key, "{:.2f}".format)(row[key]) for key in keys]
             table.add_row(*texts, style="bold" if row["best"] else None)
         console.print(table)
 
