@@ -12,8 +12,8 @@ from deepspeed_mcrdl.errors import ConfigError, MCRDLError, rank_label
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0 right, 1 a result was wrong or a run failed, 2 a user's mistake."""
-    argv = sys.argv[1:] if argv is None else argv
-    args = _parser(measures=bool({"bench", "tune"} & set(argv))).parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = _parser(measures=argv[:1] in (["bench"], ["tune"])).parse_args(argv)
     try:
         status: int = args.run(args)
     except MCRDLError as error:
@@ -45,6 +45,8 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
     schema.set_defaults(run=_schema)
 
     bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead, floor")
+    _add_hosts(commands.add_parser("hosts", help="run a job on an emulated cluster on this machine (root only)"))
+
     tune = commands.add_parser("tune", help="measure the backends and write the tuning table that jobs go by")
     if measures:  # these import torch, which the other commands need not wait for
         _add_benchmarks(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))
@@ -72,6 +74,16 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.description = sweep.__doc__
     sweep.add_arguments(parser)
     parser.set_defaults(run=sweep.main)
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    import deepspeed_mcrdl.hosts as hosts  # not `from`, by which the package would look for it in the paper's interface
+
+    parser.description = hosts.__doc__
+    parser.epilog = f"example: {hosts.EXAMPLE}"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    hosts.add_arguments(parser)
+    parser.set_defaults(run=hosts.main)
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from deepspeed_mcrdl.machine import cores
 
 _POLL_S = 0.05
-_GRACE_S = 5.0
+GRACE_S = 5.0
 
 
 def under_launcher() -> bool:
@@ -28,16 +29,30 @@ def free_port() -> int:
     return port
 
 
-def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return what a rank on this host needs in its environment, the threads of the cores shared out."""
+def threads(ranks: int) -> str:
+    """Return OMP_NUM_THREADS for each of `ranks` processes that share this machine's cores."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+
+
+def rank_environment(rank: int, ranks: int, port: int, hosts: int = 1, address: str = "127.0.0.1") -> dict[str, str]:
+    """Return what a rank needs in its environment, the threads of this machine's cores shared out.
+
+    Args:
+        rank: the rank.
+        ranks: number of ranks, a multiple of `hosts`.
+        port: where rank 0 serves the job's store.
+        hosts: number of hosts, whose ranks follow one another; all of them are on this machine.
+        address: of rank 0's host.
+    """
+    on_a_host = ranks // hosts
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % on_a_host),
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_WORLD_SIZE": str(on_a_host),
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // ranks))),
+        "OMP_NUM_THREADS": threads(ranks),
     }
 
 
@@ -51,26 +66,39 @@ def run_ranks(arguments: Sequence[str], ranks: int, timeout_s: float) -> int:
     processes = [
         subprocess.Popen(command, env={**os.environ, **rank_environment(rank, ranks, port)}) for rank in range(ranks)
     ]
-    deadline = time.monotonic() + timeout_s
     try:
-        while True:
-            statuses = [process.poll() for process in processes]
-            failed = next((status for status in statuses if status), None)
-            if failed is not None:
-                return failed
-            if None not in statuses:
-                return 0
-            if time.monotonic() > deadline:
-                print(f"mcrdl: error: the ranks were not done within {timeout_s:g} s", file=sys.stderr)
-                return 1
-            time.sleep(_POLL_S)
+        return first_failure(processes, timeout_s)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in processes:
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(processes)
+
+
+def first_failure(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float = math.inf) -> int:
+    """Wait until one process has failed, and return its exit status, or until all have ended well, and return 0.
+
+    After `timeout_s` it says so on stderr and returns 1.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        statuses = [process.poll() for process in processes]
+        failed = next((status for status in statuses if status), None)
+        if failed is not None:
+            return failed
+        if None not in statuses:
+            return 0
+        if time.monotonic() > deadline:
+            print(f"mcrdl: error: the ranks were not done within {timeout_s:g} s", file=sys.stderr)
+            return 1
+        time.sleep(_POLL_S)
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End those processes that still run: SIGTERM, and SIGKILL after GRACE_S."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
