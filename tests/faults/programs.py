@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_mcrdl as mcrdl
+from deepspeed_mcrdl.backends.base import installed
 
 LIMIT_S = 1.5
 
@@ -47,6 +48,8 @@ def late():
     }
     for backend in mcrdl.get_backends():
         for what, call in waits.items():
+            if what == "message" and "recv" not in installed()[backend].operations():
+                continue
             group = mcrdl.new_group(range(n))
             mcrdl.all_reduce(torch.ones(1), group=group, backend=backend)
             if rank != n - 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_mcrdl.backends.base import installed
 from deepspeed_mcrdl.bench.launch import free_port, rank_environment
 from tests import launcher
 from tests.backends import BACKENDS
@@ -83,6 +84,8 @@ def late():
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_call_ends_in_time_and_names_who_is_missing(late, backend, kind):
     # DeepSpeed 5794: one rank skips a layer, and nobody hears of it
+    if kind == "message" and "recv" not in installed()[backend].operations():
+        pytest.skip(f"{backend} carries no messages")
     for rank in (0, 1):
         seconds, error = late[rank, f"{backend}/{kind}"]
         assert LIMIT_S <= seconds < LIMIT_S + 1
