@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deepspeed_mcrdl.bootstrap.launcher import environment, find_launcher
 from deepspeed_mcrdl.bootstrap.library import Library, load, mpi_thread
 from deepspeed_mcrdl.bootstrap.pmi import BootstrapError, Meeting, Responder
+from deepspeed_mcrdl.bootstrap.settings import settings
+from deepspeed_mcrdl.machine import cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -81,7 +83,7 @@ def start(store: Store, rank: int, world_size: int, hosts: Sequence[str]) -> MPI
         source = _choose_source(offers, world_size)
         if source != _INITIALIZED:
             responder = Responder(meeting, offers[0]["kvs"], hosts) if source == _OURS else None
-            _initialize(meeting, responder, source, one_host=len(set(hosts)) == 1)
+            _initialize(meeting, responder, source, hosts)
             _world = _World(source, responder, os.getpid())
             atexit.register(stop)
         meeting.exchange("MPI's first communicator", None)
@@ -198,12 +200,9 @@ def _choose_source(offers: list[dict[str, Any]], world_size: int) -> str:
     return _OURS
 
 
-def _initialize(meeting: Meeting, responder: Responder | None, source: str, one_host: bool) -> None:
-    # Read by MPICH when it starts: its Finalize then doesn't wait for the others, which _World.end has done before.
-    variables = {"MPIR_CVAR_NO_COLLECTIVE_FINALIZE": "1"}
-    if one_host:
-        # Else the networks below MPI listen on every interface, for ranks on other hosts that there are not.
-        variables |= {name: "lo" for name in ("UCX_NET_DEVICES", "FI_TCP_IFACE") if name not in os.environ}
+def _initialize(meeting: Meeting, responder: Responder | None, source: str, hosts: Sequence[str]) -> None:
+    crowded = hosts.count(hosts[meeting.rank]) > cores()
+    variables = settings(load().name, one_host=len(set(hosts)) == 1, crowded=crowded)
     if responder is not None:
         fd = responder.start()
         variables |= {"PMI_FD": str(fd), "PMI_RANK": str(meeting.rank), "PMI_SIZE": str(meeting.world_size)}

@@ -1,5 +1,7 @@
 """oneCCL is right in every dtype and reduce operation that it declares, and groups don't wait for each other."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tests import launcher
 from tests.matrix.cells import DTYPES
 from tests.programs import filled, sub_group, use
 
+PROGRAMS = Path(__file__).parents[1] / "faults" / "programs.py"
 REASON = OneCCLBackend.unusable()
 pytestmark = [pytest.mark.skipif(REASON is not None, reason=str(REASON)), pytest.mark.timeout(300)]
 
@@ -152,3 +155,9 @@ def test_the_settings_leave_the_users_alone(monkeypatch):
 def test_a_setting_that_would_mix_up_calls_is_refused(monkeypatch):
     monkeypatch.setenv("CCL_WORKER_OFFLOAD", "0")
     assert "unset it" in OneCCLBackend.unusable()
+
+
+def test_the_others_end_when_a_rank_is_killed():
+    run = launcher.deepspeed(PROGRAMS, "killed", "oneccl", ranks=2, timeout_s=90)
+    assert run.status != 0
+    assert "Traceback" not in run.output

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import deepspeed_mcrdl as mcrdl
-from deepspeed_mcrdl.backends.base import installed
 
 LIMIT_S = 1.5
 
@@ -46,10 +45,8 @@ def late():
         "message": lambda g, b: mcrdl.recv(torch.ones(4), n - 1, group=g, backend=b),
         "silent": lambda g, b: mcrdl.reduce_scatter_tensor(torch.ones(1), torch.ones(n), group=g, backend=b),
     }
-    for backend in mcrdl.get_backends():
+    for backend in [name for name in mcrdl.get_backends() if name != "oneccl"]:
         for what, call in waits.items():
-            if what == "message" and "recv" not in installed()[backend].operations():
-                continue
             group = mcrdl.new_group(range(n))
             mcrdl.all_reduce(torch.ones(1), group=group, backend=backend)
             if rank != n - 1:
