@@ -283,8 +283,8 @@ def _needs_a_launcher(library: str) -> str:
 
 
 def _unlink_shared_memory() -> None:
-    """Remove the names of MPICH's shared memory once all have mapped it: nothing stays behind if the job is killed."""
+    """Remove the names of MPI's shared memory once all have mapped it: nothing stays behind if the job is killed."""
     maps = Path("/proc/self/maps")
-    for path in set(re.findall(r"/dev/shm/mpich_\w+", maps.read_text())) if maps.exists() else ():
+    for path in set(re.findall(r"/dev/shm/(?:mpich|Intel_MPI)_\w+", maps.read_text())) if maps.exists() else ():
         with contextlib.suppress(OSError):  # another rank of this host was faster
             os.unlink(path)
