@@ -128,4 +128,6 @@ def resources():
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](*sys.argv[2:])
+    # DeepSpeed's launcher puts an option of its own before them.
+    name, *arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    globals()[name](*arguments)
