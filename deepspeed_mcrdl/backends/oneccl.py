@@ -229,7 +229,7 @@ class OneCCLBackend(Backend):
         try:
             version_of(_PACKAGE)
         except PackageNotFoundError:
-            return "oneCCL is not installed; docs/BACKENDS.md says how (`pip install oneccl==2022.1.2`)"
+            return "oneCCL is not installed; `pip install --no-deps oneccl==2022.1.2` and `pip install intel-sycl-rt`"
         if not any((_LIBRARIES / name).exists() for name in _FABRICS) and "CCL_OFI_LIBRARY_PATH" not in os.environ:
             return "oneCCL finds no libfabric; `pip install mpich` brings one along, or name it in CCL_OFI_LIBRARY_PATH"
         if os.environ.get(_OFFLOAD, "1") == "0":

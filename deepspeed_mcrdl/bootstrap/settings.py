@@ -18,7 +18,7 @@ def settings(library: str, one_host: bool, crowded: bool) -> dict[str, str]:
         # Else the networks below MPI listen on every interface, for ranks on other hosts that there are not.
         wanted |= {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"}
     if crowded and library.startswith("Intel MPI"):
-        # Else a rank that waits keeps its core from the one it waits for.
+        # For MPI's own blocking calls, in which a rank else keeps its core from the one it waits for.
         wanted |= {"I_MPI_THREAD_YIELD": "2", "I_MPI_WAIT_MODE": "1"}
     wanted = {name: value for name, value in wanted.items() if name not in os.environ}
     # Read by MPICH: its Finalize then doesn't wait for the others, which bootstrap.mpi has done before.
