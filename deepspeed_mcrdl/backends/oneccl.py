@@ -35,6 +35,7 @@ from deepspeed_mcrdl.backends.base import (
     Backend,
     Job,
     apart,
+    divide,
     joined,
     spread,
 )
@@ -424,12 +425,7 @@ def _reduced(tensor: torch.Tensor, op: str) -> tuple[int, int, int]:
 
 
 def _averaged(pending: Pending, tensor: torch.Tensor, op: str, size: int) -> Pending:
-    return Then(pending, partial(_divide, tensor, size)) if op == "avg" else pending
-
-
-def _divide(tensor: torch.Tensor, size: int) -> None:
-    with torch.no_grad():
-        (torch.view_as_real(tensor) if tensor.is_complex() else tensor).div_(size)
+    return Then(pending, partial(divide, tensor, size)) if op == "avg" else pending
 
 
 def _in_rows(tensors: Sequence[torch.Tensor], width: int) -> torch.Tensor:
