@@ -19,7 +19,7 @@ from deepspeed_mcrdl import operations as ops
 from deepspeed_mcrdl.bench.cases import Case, Issue
 from deepspeed_mcrdl.bench.wire import sent_bytes
 from deepspeed_mcrdl.groups import Group
-from deepspeed_mcrdl.runtime import Runtime, key_of
+from deepspeed_mcrdl.runtime import Runtime
 
 WARM_UP = 3
 LEAST_ROUNDS = 9
@@ -60,10 +60,8 @@ class Meter:
         self._runtime = runtime
         self._group = group
         self._order = random.Random(seed)
-        # The most preferred backend that can aligns and sums up, whatever is measured.
-        needs = [(ops.BARRIER, ()), (ops.ALL_REDUCE, (torch.zeros(1, dtype=torch.float64), "max"))]
-        able = [runtime.router.able(key_of(operation, group, args)) for operation, args in needs]
-        self._service = next(name for name in able[0] if name in able[1])
+        # The most preferred backend that reaches all aligns and sums up, whatever is measured.
+        self._service = reaching(runtime, group)[0]
 
     def measure(self, case: Case, carriers: Mapping[str, Issue], seconds: float, rounds: int | None = None) -> Samples:
         """Call `case` by each carrier in turns.
@@ -181,6 +179,11 @@ class Meter:
             goes_on = rounds < LEAST_ROUNDS or self.worst([time.perf_counter() - began])[0] < seconds
         medians = self.worst([float(numpy.median(values)) for values in phases.values()])
         return dict(zip(phases, medians, strict=True))
+
+
+def reaching(runtime: Runtime, group: Group) -> list[str]:
+    """Return the backends that reach all members of a group, in order of preference."""
+    return [name for name, backend in runtime.backends.items() if backend.misfit(group.mesh) is None]
 
 
 def copy_peak_GBps() -> float:

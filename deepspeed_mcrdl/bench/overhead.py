@@ -19,7 +19,7 @@ from deepspeed_mcrdl.bench import options
 from deepspeed_mcrdl.bench.carriers import DIRECT, MPI4PY, TORCH, by_torch, can_carry, carrier
 from deepspeed_mcrdl.bench.cases import Case, make_case
 from deepspeed_mcrdl.bench.job import add_ranks_option, starts_ranks
-from deepspeed_mcrdl.bench.measure import Meter
+from deepspeed_mcrdl.bench.measure import Meter, reaching
 from deepspeed_mcrdl.bench.results import write_json
 from deepspeed_mcrdl.config import parse
 from deepspeed_mcrdl.errors import ConfigError
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     deepspeed.init_distributed(dist_backend="mcrdl", verbose=False)
     face = comm.cdb
     torch_gloo = torch.distributed.new_group(backend="gloo")
-    usable = list(face.runtime.backends)
+    usable = reaching(face.runtime, face.runtime.groups.world)
     names = usable if args.backends == ["auto"] else args.backends
     for name in names:
         if name not in usable:
