@@ -1,8 +1,8 @@
 """Run a job on an emulated cluster: several hosts on this machine, linked by a network of a given rate. Root only.
 
 Each host (node0, node1, ...) has its own host name, network, /dev/shm, IPC and process ids: ranks of two hosts can't
-share memory by accident, nor read each other's. Its link ends at a switch, and `--rate` holds at both ends of it, for
-what the host sends and what it receives. Nothing of this is seen on the machine's own network, and all of it ends with
+share memory by accident, nor read each other's. The machine's cores are shared out among the hosts. A host's link ends
+at a switch, and `--rate` holds at both ends of it, for what the host sends and what it receives. Nothing of this is seen on the machine's own network, and all of it ends with
 the command, even a killed one.
 
 COMMAND runs once for each rank, with RANK, WORLD_SIZE, MASTER_ADDR and so on in its environment. `deepspeed` and
@@ -183,6 +183,7 @@ class _Cluster:
             node.tell(
                 name=self._names[index],
                 hosts=f"127.0.0.1 localhost\n{hosts}",
+                cores=self._cores(index),
                 starts=self._starts(list(command), index),
                 failures=self._inherited[0],
                 inherited=[self._hostfile],
@@ -191,6 +192,12 @@ class _Cluster:
         with contextlib.suppress(BlockingIOError):  # a host ends some time after the rank that failed on it
             status = os.read(self._failures, 1)[0]
         return _exit_status(status)
+
+    def _cores(self, node: int) -> list[int]:
+        """Return a host's share of the cores, at least one, so that its ranks know how few they have."""
+        cores, nodes = sorted(os.sched_getaffinity(0)), len(self._names)
+        share = cores[node * len(cores) // nodes : (node + 1) * len(cores) // nodes]
+        return share or [cores[node * len(cores) // nodes]]
 
     def _starts(self, command: list[str], node: int) -> list[tuple[list[str], dict[str, str]]]:
         """Return what one host starts: command lines, and what is added to their environment."""
@@ -269,6 +276,7 @@ def _be_a_node() -> int:
     if not told:  # the command has ended
         return 1
     what = json.loads(told)
+    os.sched_setaffinity(0, what["cores"])
     try:
         _furnish(what["name"], what["hosts"])
     except OSError as error:
