@@ -2,8 +2,8 @@
 
 Each host (node0, node1, ...) has its own host name, network, /dev/shm, IPC and process ids: ranks of two hosts can't
 share memory by accident, nor read each other's. The machine's cores are shared out among the hosts. A host's link ends
-at a switch, and `--rate` holds at both ends of it, for what the host sends and what it receives. Nothing of this is seen on the machine's own network, and all of it ends with
-the command, even a killed one.
+at a switch, and `--rate` holds at both ends of it, for what the host sends and what it receives. Nothing of this is
+seen on the machine's own network, and all of it ends with the command, even a killed one.
 
 COMMAND runs once for each rank, with RANK, WORLD_SIZE, MASTER_ADDR and so on in its environment. `deepspeed` and
 `torchrun` run once for each host, with their own options for several hosts. The exit status is the first that is not 0.
