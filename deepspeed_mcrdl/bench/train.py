@@ -28,6 +28,7 @@ from deepspeed_mcrdl.bench.launch import free_port
 from deepspeed_mcrdl.bench.results import write_json
 from deepspeed_mcrdl.bench.workloads import WARM_UP_STEPS
 from deepspeed_mcrdl.errors import ConfigError, suggest
+from deepspeed_mcrdl.hosts import rate
 from deepspeed_mcrdl.machine import cores
 from deepspeed_mcrdl.shipped import folder
 
@@ -52,6 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="comma-separated: stock, or a config of the workload",
     )
     parser.add_argument("--ranks", type=options.at_least(1), default=2)
+    parser.add_argument(
+        "--hosts", type=options.at_least(1), default=1, help="emulated hosts that the ranks are on: see mcrdl hosts"
+    )
+    parser.add_argument("--rate", type=rate, help="of the hosts' links, such as 1gbit (default: unlimited)")
     parser.add_argument("--rounds", type=options.at_least(1), default=3)
     parser.add_argument(
         "--steps", type=options.at_least(WARM_UP_STEPS + 1), default=60, help="of a run; the first are not counted"
@@ -66,6 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the benchmark; returns 0 if all losses agreed, 1 if not or if a run failed."""
     backends = _usable(args.backends, args.workload)
+    if args.ranks % args.hosts:
+        raise ConfigError(f"{args.ranks} ranks can't be shared out evenly among {args.hosts} hosts")
+    if args.rate is not None and args.hosts == 1:
+        raise ConfigError("--rate is of the links between hosts: give --hosts 2 or more")
     if args.plot:
         options.require_matplotlib()
     try:
@@ -290,8 +299,7 @@ def _first_start_note(backend: str, number: int) -> str:
 
 def _run_one(args: argparse.Namespace, backend: str, report: Path) -> None:
     command = [
-        str(Path(sys.executable).parent / "deepspeed"),
-        *("--num_gpus", str(args.ranks), "--master_port", str(free_port())),
+        *_launcher(args),
         str(script_path(args.workload)),
         *("--deepspeed_config", str(_config(args.workload, backend))),
         *("--preset", args.preset, "--steps", str(args.steps), "--report", str(report)),
@@ -317,6 +325,15 @@ def _run_one(args: argparse.Namespace, backend: str, report: Path) -> None:
     if failure or not report.is_file():
         tail = "\n".join(output.splitlines()[-_OUTPUT_LINES:])
         raise RunFailed(f"the run with {backend} {failure or 'wrote no report'}; it printed last:\n{tail}")
+
+
+def _launcher(args: argparse.Namespace) -> list[str]:
+    deepspeed = str(Path(sys.executable).parent / "deepspeed")
+    if args.hosts == 1:
+        return [deepspeed, "--num_gpus", str(args.ranks), "--master_port", str(free_port())]
+    limit = ("--rate", args.rate.text) if args.rate else ()
+    size = ("--nodes", str(args.hosts), "--ranks-per-node", str(args.ranks // args.hosts))
+    return [sys.executable, "-m", "deepspeed_mcrdl", "hosts", *size, *limit, "--", deepspeed]
 
 
 def _end(process: subprocess.Popen[str]) -> str:
