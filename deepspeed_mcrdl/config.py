@@ -158,6 +158,35 @@ class Tuning(Block):
     )
 
 
+class Observe(Block):
+    """What is written down of the calls of a running job: docs/OBSERVE.md."""
+
+    folder: str = Field(default="mcrdl_run", description="where all files go; an earlier run's are lost")
+    log: bool = Field(default=False, description="calls, bytes, times and bandwidths, as lines of JSON")
+    trace: bool = Field(default=False, description="a timeline of every call, for Perfetto")
+    flight: bool = Field(default=False, description="the last calls of each rank, readable also of a job that hangs")
+    stragglers: bool = Field(default=False, description="which rank comes last to the collectives, and how late")
+    monitor: bool = Field(default=False, description="the log's figures to DeepSpeed's monitor, under Comm/")
+    profiler: bool = Field(default=False, description="a range for each call in torch's profiler")
+    summary: bool = Field(default=False, description="whether rank 0 prints the log's summary when the job ends")
+    steps: Literal["engine", "manual"] = Field(
+        default="engine", description='where steps end: in DeepSpeed\'s engine, or "manual": in mcrdl.log_step()'
+    )
+    every_steps: int = Field(default=10, ge=1, description="steps for each line of the log and of the monitor")
+    flight_calls: int = Field(default=1024, ge=16, description="calls of each rank that the flight recorder keeps")
+    max_mb: float = Field(default=64, gt=0, description="largest size in MB of the log, and of the trace, on a rank")
+
+    @property
+    def figures(self) -> bool:
+        """Whether calls are counted."""
+        return self.log or self.monitor or self.summary
+
+    @property
+    def anything(self) -> bool:
+        """Whether calls are looked at."""
+        return self.figures or self.trace or self.flight or self.stragglers or self.profiler
+
+
 class MCRDLConfig(Block):
     """The "mcrdl" block."""
 
@@ -166,6 +195,7 @@ class MCRDLConfig(Block):
     )
     routing: Routing = Routing()
     tuning: Tuning = Tuning()
+    observe: Observe = Observe()
     timeout_s: float | None = Field(
         default=None,
         gt=0,

@@ -110,7 +110,7 @@ class Operation:
 
 def nbytes(tensors: Tensors) -> int:
     """Return the bytes of all elements of `tensors`."""
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum([t.nbytes for t in tensors])
 
 
 # --- busbw factors ---
@@ -205,7 +205,7 @@ ALL_REDUCE = Operation(
     busbw_factor=_twice_all_but_own,
     signature=_all_reduce_signature,
     tensors=lambda tensor, op: ((tensor,), (tensor,)),
-    size=lambda group, tensor, op: nbytes((tensor,)),
+    size=lambda group, tensor, op: tensor.nbytes,
     check=tensor_check("all_reduce"),
     same=lambda group, tensor, op: (tensor.dtype, tuple(tensor.shape), op),
 )
@@ -216,7 +216,7 @@ REDUCE = Operation(
     busbw_factor=_one,
     signature=_reduce_signature,
     tensors=lambda tensor, dst, op: ((tensor,), (tensor,)),
-    size=lambda group, tensor, dst, op: nbytes((tensor,)),
+    size=lambda group, tensor, dst, op: tensor.nbytes,
     check=tensor_check("reduce"),
     root=lambda tensor, dst, op: dst,
     same=lambda group, tensor, dst, op: (tensor.dtype, tuple(tensor.shape), dst, op),
@@ -228,7 +228,7 @@ BROADCAST = Operation(
     busbw_factor=_one,
     signature=_tensor_signature,
     tensors=lambda tensor, src: ((tensor,), (tensor,)),
-    size=lambda group, tensor, src: nbytes((tensor,)),
+    size=lambda group, tensor, src: tensor.nbytes,
     check=tensor_check("broadcast"),
     root=lambda tensor, src: src,
     same=lambda group, tensor, src: (tensor.dtype, tuple(tensor.shape), src),
@@ -240,7 +240,7 @@ ALL_GATHER_INTO_TENSOR = Operation(
     busbw_factor=_all_but_own,
     signature=_pair_signature,
     tensors=lambda output, input: ((input,), (output,)),
-    size=lambda group, output, input: nbytes((output,)),
+    size=lambda group, output, input: output.nbytes,
     check=block_check("all_gather_into_tensor", large_output=True),
     same=lambda group, output, input: (input.dtype, input.numel()),
 )
@@ -263,7 +263,7 @@ GATHER = Operation(
     busbw_factor=_all_but_own,
     signature=lambda outputs, input, dst: _list_signature((input, *(outputs or ())), "root" if outputs else None),
     tensors=lambda outputs, input, dst: ((input,), outputs or ()),
-    size=lambda group, outputs, input, dst: nbytes((input,)) * group.size,
+    size=lambda group, outputs, input, dst: input.nbytes * group.size,
     check=check_gather,
     checked_once=lambda *args: False,
     root=lambda outputs, input, dst: dst,
@@ -294,7 +294,7 @@ SCATTER = Operation(
     busbw_factor=_all_but_own,
     signature=lambda output, inputs, src: _list_signature((output, *(inputs or ())), "root" if inputs else None),
     tensors=lambda output, inputs, src: (inputs or (), (output,)),
-    size=lambda group, output, inputs, src: nbytes((output,)) * group.size,
+    size=lambda group, output, inputs, src: output.nbytes * group.size,
     check=check_scatter,
     checked_once=lambda *args: False,
     root=lambda output, inputs, src: src,
@@ -325,7 +325,7 @@ REDUCE_SCATTER_TENSOR = Operation(
     busbw_factor=_all_but_own,
     signature=_pair_signature,
     tensors=lambda output, input, op: ((input,), (output,)),
-    size=lambda group, output, input, op: nbytes((input,)),
+    size=lambda group, output, input, op: input.nbytes,
     check=block_check("reduce_scatter_tensor", large_output=False),
     same=lambda group, output, input, op: (input.dtype, input.numel(), op),
 )
@@ -348,7 +348,7 @@ ALL_TO_ALL_SINGLE = Operation(
     busbw_factor=_all_but_own,
     signature=_all_to_all_single_signature,
     tensors=lambda output, input, output_splits, input_splits: ((input,), (output,)),
-    size=lambda group, output, input, output_splits, input_splits: nbytes((input,)),
+    size=lambda group, output, input, output_splits, input_splits: input.nbytes,
     check=check_all_to_all_single,
     checked_once=_even,
     # With split sizes each rank knows only its own row of the matrix of sizes.
@@ -380,7 +380,7 @@ SEND = Operation(
     busbw_factor=_one,
     signature=_tensor_signature,
     tensors=lambda tensor, dst, tag: ((tensor,), ()),
-    size=lambda group, tensor, dst, tag: nbytes((tensor,)),
+    size=lambda group, tensor, dst, tag: tensor.nbytes,
     check=tensor_check("send"),
     collective=False,
 )
@@ -391,7 +391,7 @@ RECV = Operation(
     busbw_factor=_one,
     signature=_tensor_signature,
     tensors=lambda tensor, src, tag: ((), (tensor,)),
-    size=lambda group, tensor, src, tag: nbytes((tensor,)),
+    size=lambda group, tensor, src, tag: tensor.nbytes,
     check=tensor_check("recv"),
     collective=False,
 )

@@ -32,6 +32,7 @@ from deepspeed_mcrdl.messages import logger, set_up
 from deepspeed_mcrdl.observe.log import timed
 from deepspeed_mcrdl.observe.record import ENVIRONMENT as RECORD
 from deepspeed_mcrdl.observe.record import CallRecord
+from deepspeed_mcrdl.observe.session import Session, WaitClock
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.routing.memory import Memory
 from deepspeed_mcrdl.routing.online import Online, Trial, Verdict
@@ -102,6 +103,7 @@ class Runtime:
         self.rank, self.world_size = rank, world_size
         self._observers: tuple[Observer, ...] = ()
         self._record: CallRecord | None = None
+        self.session: Session | None = None
         self._store, self._quick_store = store, second_connection(store)
         self._timeout_s = timeout.total_seconds()
         set_up(rank)
@@ -118,7 +120,7 @@ class Runtime:
         hosts = exchange(quick_store, "hosts", rank, world_size, socket.gethostname(), max(timeout_s, START_TIMEOUT_S))
         self._arrivals = Arrivals(quick_store, rank)
         crowded = hosts.count(hosts[rank]) > cores()
-        self.progress = Progress(timeout_s, self._arrivals, crowded)
+        self.progress = (WaitClock if config.observe.anything else Progress)(timeout_s, self._arrivals, crowded)
         self.groups = Groups(Patient(quick_store), rank, hosts)
         self.groups.add(world, range(world_size), "world")
         self._routes: dict[tuple[Any, ...], Route] = {}
@@ -146,6 +148,10 @@ class Runtime:
         if path and rank == 0:
             self._record = CallRecord(Path(path))
             self.observe(self._record)
+        if config.observe.anything:
+            limit_s = max(timeout_s, START_TIMEOUT_S)
+            self.session = Session(config.observe, quick_store, rank, world_size, limit_s, self._about(), self._why)
+            self.observe(self.session)
         _current = self
         if config.banner and rank == 0:
             logger.info("%s", self.describe())
@@ -354,12 +360,30 @@ class Runtime:
             self._record.write()
             self._record = None
         ways, self.ways, self.backends = self.ways, {}, {}
+        if self.session is not None:
+            self.ignore(self.session)
+            self.session.close()
+            self.session = None
+        backends, self.backends = self.backends, {}
         self._routes.clear()
         for way in reversed(ways.values()):
             way.close()
         self.groups.close()
         self._arrivals.close()
         self.progress.close()
+
+    def _about(self) -> dict[str, Any]:
+        """Return what the files of a run say of the job."""
+        return {
+            "backends": {name: type(backend).version() for name, backend in self.backends.items()},
+            "left_out": self.left_out,
+            "table": f"{self.table.path} ({self.table.table.made})" if self.table else None,
+        }
+
+    def _why(self, call: Call, args: tuple[Any, ...]) -> str:
+        """Return why the backend of a call carries it."""
+        decision = self.router.decide(key_of(call.operation, call.group, args))
+        return decision.why if decision.backend == call.backend else "named in the call, or tried by online tuning"
 
     def describe(self) -> str:
         """Return the block that rank 0 prints at the start."""

@@ -27,6 +27,8 @@ from deepspeed_mcrdl.bootstrap.launcher import started_by_mpi
 from deepspeed_mcrdl.config import AUTO, NAME, parse
 from deepspeed_mcrdl.errors import CallError, install_excepthook
 from deepspeed_mcrdl.faces.reduce_ops import op_name
+from deepspeed_mcrdl.observe.session import Session
+from deepspeed_mcrdl.observe.summary import show
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.runtime import Runtime, current, for_torch
 from deepspeed_mcrdl.work import AllOf, Work
@@ -58,6 +60,9 @@ __all__ = [
     "irecv",
     "is_initialized",
     "isend",
+    "log_reset",
+    "log_step",
+    "log_summary",
     "monitored_barrier",
     "new_group",
     "recv",
@@ -388,6 +393,37 @@ def scatter_object_list(
 ) -> None:
     """Set the first entry of `output` to this rank's entry of rank `src`'s `inputs`."""
     composed.scatter_object_list(_runtime(), group, output, inputs, src, backend)
+
+
+def log_summary() -> list[dict[str, Any]]:
+    """Print on rank 0 the figures of its communication since the start or `log_reset`; return this rank's rows.
+
+    Needs "observe": {"log": true} in the config. docs/OBSERVE.md says what is in a row.
+    """
+    rows, elapsed_ns = _session().rows()
+    if _runtime().rank == 0:
+        show(rows, elapsed_ns)
+    return rows
+
+
+def log_reset(label: str = "") -> None:
+    """Count anew; the line that the log ends with carries `label`, such as "epoch 3"."""
+    _session().reset(label)
+
+
+def log_step(samples: int = 0) -> None:
+    """Tell the log that a step of the training ends here, on `samples` samples of all ranks together.
+
+    DeepSpeed's engine tells it by itself.
+    """
+    _session().step(samples)
+
+
+def _session() -> Session:
+    session = _runtime().session
+    if session is None:
+        raise CallError('nothing is observed: add "observe": {"log": true} to the "mcrdl" block')
+    return session
 
 
 def _runtime() -> Runtime:

@@ -12,6 +12,7 @@ from deepspeed.comm.torch import TorchBackend
 from deepspeed_mcrdl.config import MCRDLConfig, find
 from deepspeed_mcrdl.errors import ConfigError, install_excepthook
 from deepspeed_mcrdl.faces.deepspeed_backend import MCRDLBackend
+from deepspeed_mcrdl.observe.deepspeed_log import correct
 
 
 def select(ds_config: Mapping[str, Any]) -> bool:
@@ -33,6 +34,7 @@ def select(ds_config: Mapping[str, Any]) -> bool:
 def select_config(config: MCRDLConfig) -> None:
     """Make DeepSpeed use this plugin with `config`; if it already does so with another one, the new one counts."""
     install_excepthook()
+    correct()
     current = deepspeed_comm.cdb
     if isinstance(current, MCRDLBackend) and current.is_initialized():
         if current.config != config:

@@ -66,15 +66,26 @@ def timed(
     return None if work is None else _TimedWork(work, waited)
 
 
-class _TimedWork(Work):
-    """A Work whose waits are reported."""
+class Wrapped(Work):
+    """A Work in place of another one, which it asks for everything."""
 
-    def __init__(self, work: Work, report: Callable[[float], None]) -> None:
+    def __init__(self, work: Work) -> None:
         self._work = work
-        self._report = report
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+    def is_completed(self) -> bool:
+        """Return whether the operation is done."""
+        return self._work.is_completed()
+
+
+class _TimedWork(Wrapped):
+    """A Work whose waits are reported."""
+
+    def __init__(self, work: Work, report: Callable[[float], None]) -> None:
+        super().__init__(work)
+        self._report = report
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the operation is done; the time that takes is reported."""

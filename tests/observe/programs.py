@@ -1,0 +1,41 @@
+"""What the tests of observe/ run on every rank."""
+
+import time
+
+import torch
+
+import deepspeed_mcrdl as mcrdl
+from deepspeed_mcrdl.config import parse
+from tests.programs import face
+
+
+def observed(folder, routing=None, **observe):
+    """Go on with an "observe" block, everything on mpi unless `routing` says else; return the backend object."""
+    block = {"observe": {"folder": str(folder), **observe}, "routing": routing or {"default": "mpi"}, "banner": False}
+    face().restart(parse(block))
+    return face()
+
+
+def unobserved():
+    """Go on without; the files are closed."""
+    face().restart(parse({"banner": False}))
+
+
+def calls(folder, observe):
+    """Make known calls in four steps and return the rows of the log."""
+    cdb = observed(folder, **observe)
+    n = cdb.get_world_size()
+    group = cdb.new_group([0, 1])
+    for _ in range(4):
+        cdb.all_reduce(torch.ones(256))
+        cdb.all_reduce(torch.ones(200))
+        cdb.all_gather_into_tensor(torch.empty(64 * n), torch.ones(64))
+        work = cdb.all_reduce(torch.ones(100_000), async_op=True)
+        time.sleep(0.002)
+        work.wait()
+        if cdb.get_rank() < 2:
+            cdb.broadcast(torch.ones(16), 0, group=group)
+        mcrdl.log_step(samples=8)
+    rows = mcrdl.log_summary()
+    unobserved()
+    return rows
