@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from deepspeed_mcrdl import __version__
 from deepspeed_mcrdl.errors import ConfigError, MCRDLError, rank_label
@@ -46,6 +47,12 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead, floor")
     _add_hosts(commands.add_parser("hosts", help="run a job on an emulated cluster on this machine (root only)"))
+
+    trace = commands.add_parser("trace", help="the timeline of a run").add_subparsers(required=True, metavar="COMMAND")
+    merge = trace.add_parser("merge", help="join the ranks' traces into one file for https://ui.perfetto.dev")
+    merge.add_argument("folder", type=Path, metavar="DIR", help='"folder" of the run\'s "observe" block')
+    merge.add_argument("--output", type=Path, metavar="FILE", help="default: DIR/trace.json")
+    merge.set_defaults(run=_merge_traces)
 
     tune = commands.add_parser("tune", help="measure the backends and write the tuning table that jobs go by")
     if measures:  # these import torch, which the other commands need not wait for
@@ -119,6 +126,15 @@ def _validate(args: argparse.Namespace) -> int:
     from deepspeed_mcrdl.report import validate
 
     print(validate(args.config))
+    return 0
+
+
+def _merge_traces(args: argparse.Namespace) -> int:
+    from deepspeed_mcrdl.observe.trace import merge
+
+    output = args.output or args.folder / "trace.json"
+    ranks, events = merge(args.folder, output)
+    print(f"{output}: {events} events of {ranks} rank{'s' if ranks > 1 else ''}; open it at https://ui.perfetto.dev")
     return 0
 
 

@@ -27,6 +27,7 @@ from deepspeed_mcrdl.bootstrap.launcher import started_by_mpi
 from deepspeed_mcrdl.config import AUTO, NAME, parse
 from deepspeed_mcrdl.errors import CallError, install_excepthook
 from deepspeed_mcrdl.faces.reduce_ops import op_name
+from deepspeed_mcrdl.observe import stragglers
 from deepspeed_mcrdl.observe.session import Session
 from deepspeed_mcrdl.observe.summary import show
 from deepspeed_mcrdl.operations import Operation
@@ -62,6 +63,7 @@ __all__ = [
     "isend",
     "log_reset",
     "log_step",
+    "log_stragglers",
     "log_summary",
     "monitored_barrier",
     "new_group",
@@ -417,6 +419,17 @@ def log_step(samples: int = 0) -> None:
     DeepSpeed's engine tells it by itself.
     """
     _session().step(samples)
+
+
+def log_stragglers() -> list[dict[str, Any]]:
+    """Print on rank 0 which rank comes last to which collectives, and how late; every rank of the job calls this.
+
+    Needs "observe": {"stragglers": true}. Returns the rows, the same on all ranks.
+    """
+    rows = _session().stragglers()
+    if _runtime().rank == 0:
+        stragglers.show(rows)
+    return rows
 
 
 def _session() -> Session:

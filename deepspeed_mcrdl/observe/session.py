@@ -12,19 +12,24 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import Store
 
 from deepspeed_mcrdl.config import Observe
 from deepspeed_mcrdl.errors import CallError
-from deepspeed_mcrdl.observe import summary
+from deepspeed_mcrdl.messages import logger
+from deepspeed_mcrdl.observe import stragglers, summary, trace
 from deepspeed_mcrdl.observe.clock import now_ns, offset_ns
 from deepspeed_mcrdl.observe.figures import Cell, Figures, Key, communication_ns, merge, rows
 from deepspeed_mcrdl.observe.files import LineFile, Writer, begin
 from deepspeed_mcrdl.observe.log import Wrapped
 from deepspeed_mcrdl.observe.steps import EngineSteps
+from deepspeed_mcrdl.observe.trace import Events
 from deepspeed_mcrdl.safety import Call, Progress
+from deepspeed_mcrdl.stores import exchange
 from deepspeed_mcrdl.work import Pending, Work
 
 _MB = 1_000_000
@@ -76,6 +81,7 @@ class Session:
         self._rank = rank
         self._why = why
         self._local = WaitClock._local
+        self._store, self._world_size, self._timeout_s = store, world_size, timeout_s
         folder = Path(config.folder)
         begin(folder, rank, everybody=rank == 0)
         self._start = {
@@ -102,39 +108,60 @@ class Session:
         if config.log:
             file = LineFile(folder, "log", rank, most_bytes, partial(summary.line, self._start))
             self._log = Writer(file, summary.line, self._line_without_steps)
+        self._trace = None
+        if config.trace:
+            events = Events(self._start)
+            self._trace = Writer(LineFile(folder, trace.KIND, rank, most_bytes, events.head), events.lines)
+        self._calls = stragglers.Calls(self._start["offset_ns"]) if config.stragglers else None
+        self._exchanges = 0
+        self._profiles = config.profiler
         self._engine_steps = EngineSteps(self.step, self.events if config.monitor else None)
         if config.steps == "engine":
             self._engine_steps.attach()
 
     def timed(self, call: Call, args: tuple[Any, ...], carry: Callable[[], Work | None]) -> Work | None:
         """Return what `carry` returns, with the call seen."""
-        operation, group, backend, _ = call
+        operation, group, backend, number = call
         size = operation.size(group, *args)
         local = self._local
         local.waits_since = 0
         start = now_ns()
-        work = carry()
+        work = carry() if not self._profiles else self._profiled(call, size, carry)
         end = now_ns()
+        if self._calls is not None and operation.collective:
+            self._calls.add(operation.name, group, number or 0, start)
         key = (operation, group, backend, (size - 1 if size else 0).bit_length())
         figures = self._figures
         if work is None:
             since = local.waits_since or end
+            if self._trace is not None:
+                self._trace.put((get_ident(), (call, size, start, since, end)))
             if figures is not None and figures.called(key, size, since - start, end - since):
                 self._first(key, call, args)
             return None
         if figures is not None and figures.started(key, size, end - start):
             self._first(key, call, args)
-        return _Seen(work, self, key, size, start)
+        if self._trace is not None:
+            self._trace.put((get_ident(), (call, size, start, 0, end)))
+        return _Seen(work, self, call, key, size, start)
+
+    def _profiled(self, call: Call, size: int, carry: Callable[[], Work | None]) -> Work | None:
+        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            return carry()
+        with torch.profiler.record_function(f"mcrdl {call.operation.name} {call.backend} {size} B"):
+            return carry()
 
     def _first(self, key: Key, call: Call, args: tuple[Any, ...]) -> None:
         """Keep why calls like this one go where they go."""
         if key not in self._reasons:
             self._reasons[key] = self._why(call, args)
 
-    def waited(self, key: Key, size: int, issued_at: int, start: int, end: int) -> None:
+    def waited(self, call: Call, key: Key, size: int, issued_at: int, start: int, end: int) -> None:
         """An asynchronous call was seen to be done at `end`, when it had been waited for since `start`."""
         if self._figures is not None:
             self._figures.waited(key, size, end - start, end - issued_at)
+        if self._trace is not None:
+            self._trace.put((get_ident(), (call, size, start, 0, end, issued_at)))
 
     def step(self, samples: int = 0) -> None:
         """A step of the training, on `samples` samples of all ranks, ends here."""
@@ -194,6 +221,20 @@ class Session:
             self._totals.clear()
             self._began_ns = now_ns()
 
+    def stragglers(self) -> list[dict[str, Any]]:
+        """Return who comes late to which collectives (`stragglers.late`); every rank of the job calls this.
+
+        Raises:
+            CallError: if the calls are not kept.
+            CallTimeoutError: if another rank does not come.
+        """
+        if self._calls is None:
+            raise CallError('no arrivals are kept: add "observe": {"stragglers": true} to the "mcrdl" block')
+        self._exchanges += 1
+        key = f"stragglers/{self._exchanges}"
+        own = self._calls.arrivals()
+        return stragglers.late(exchange(self._store, key, self._rank, self._world_size, own, self._timeout_s))
+
     def events(self) -> list[tuple[str, float]]:
         """Return the figures of the line that the last step has ended, under the names of a monitor; else nothing."""
         last, self._last = self._last, None
@@ -206,17 +247,24 @@ class Session:
             found, elapsed_ns = self.rows()
             if self._config.summary and self._rank == 0:
                 summary.show(found, elapsed_ns)
-        if self._log is not None:
-            self._log.close()
+        if self._log is not None and self._calls is not None:
+            self._log.put({"kind": "arrivals", "rank": self._rank, "calls": self._calls.arrivals()})
+        for writer in (self._log, self._trace):
+            if writer is not None:
+                writer.close()
+                if writer.lost:
+                    logger.warning(
+                        "%d calls came faster than they could be written and are not in the files", writer.lost
+                    )
 
 
 class _Seen(Wrapped):
     """A Work whose end and whose waits are seen."""
 
-    def __init__(self, work: Work, session: Session, key: Key, size: int, issued_at: int) -> None:
+    def __init__(self, work: Work, session: Session, call: Call, key: Key, size: int, issued_at: int) -> None:
         super().__init__(work)
         self._session = session
-        self._seen = (key, size, issued_at)
+        self._seen = (call, key, size, issued_at)
         self._over = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:

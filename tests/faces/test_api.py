@@ -118,7 +118,15 @@ def test_coalesced_calls_messages_and_objects(ranks):
 
 def test_every_public_call_takes_a_backend():
     not_calls = {"init", "finalize", "synchronize", "is_initialized", "get_backends", "get_rank", "get_world_size"}
-    not_calls |= {"new_group", "destroy_group", "monitored_barrier", "log_summary", "log_reset", "log_step"}
+    not_calls |= {
+        "new_group",
+        "destroy_group",
+        "monitored_barrier",
+        "log_summary",
+        "log_reset",
+        "log_step",
+        "log_stragglers",
+    }
     for name in set(api.__all__) - not_calls:
         assert inspect.signature(getattr(mcrdl, name)).parameters["backend"].default == "auto", name
 

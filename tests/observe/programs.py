@@ -39,3 +39,29 @@ def calls(folder, observe):
     rows = mcrdl.log_summary()
     unobserved()
     return rows
+
+
+def traced(folder):
+    """Make one blocking and one asynchronous call, from rank 1 ten milliseconds late."""
+    cdb = observed(folder, trace=True, stragglers=True)
+    cdb.barrier()
+    for _ in range(5):
+        if cdb.get_rank() == 1:
+            time.sleep(0.01)
+        cdb.all_reduce(torch.ones(256))
+    work = cdb.all_reduce(torch.ones(1000), async_op=True)
+    time.sleep(0.005)
+    work.wait()
+    rows = mcrdl.log_stragglers()
+    unobserved()
+    return rows
+
+
+def profiled(folder):
+    """Return the names of the plugin's ranges in torch's profiler."""
+    cdb = observed(folder, profiler=True)
+    cdb.all_reduce(torch.ones(4))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cdb.all_reduce(torch.ones(256))
+    unobserved()
+    return [event.name for event in profile.events() if event.name.startswith("mcrdl")]
