@@ -50,10 +50,22 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
 
     trace = commands.add_parser("trace", help="the timeline of a run").add_subparsers(required=True, metavar="COMMAND")
     merge = trace.add_parser("merge", help="join the ranks' traces into one file for https://ui.perfetto.dev")
+    merge = trace.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "merge", help="join the ranks' traces into one file for https://ui.perfetto.dev"
+    )
     merge.add_argument("folder", type=Path, metavar="DIR", help='"folder" of the run\'s "observe" block')
     merge.add_argument("--output", type=Path, metavar="FILE", help="default: DIR/trace.json")
     merge.set_defaults(run=_merge_traces)
 
+    flight = commands.add_parser("flight", help="the last calls of a run").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    show = flight.add_parser("show", help="which call each rank is in, and who is missing there")
+    show.add_argument("folder", type=Path, metavar="DIR", help='"folder" of the run\'s "observe" block')
+    show.add_argument("--last", type=int, default=0, metavar="N", help="the last N calls of each rank, too")
+    show.set_defaults(run=_show_flight)
+
+    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead")
     tune = commands.add_parser("tune", help="measure the backends and write the tuning table that jobs go by")
     if measures:  # these import torch, which the other commands need not wait for
         _add_benchmarks(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))
@@ -135,6 +147,14 @@ def _merge_traces(args: argparse.Namespace) -> int:
     output = args.output or args.folder / "trace.json"
     ranks, events = merge(args.folder, output)
     print(f"{output}: {events} events of {ranks} rank{'s' if ranks > 1 else ''}; open it at https://ui.perfetto.dev")
+    return 0
+
+
+def _show_flight(args: argparse.Namespace) -> int:
+    from deepspeed_mcrdl.observe.flight import show
+
+    for line in show(args.folder, args.last):
+        print(line)
     return 0
 
 

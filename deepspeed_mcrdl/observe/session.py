@@ -19,12 +19,13 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from deepspeed_mcrdl.config import Observe
-from deepspeed_mcrdl.errors import CallError
+from deepspeed_mcrdl.errors import CallError, CallTimeoutError, MismatchError
 from deepspeed_mcrdl.messages import logger
 from deepspeed_mcrdl.observe import stragglers, summary, trace
 from deepspeed_mcrdl.observe.clock import now_ns, offset_ns
 from deepspeed_mcrdl.observe.figures import Cell, Figures, Key, communication_ns, merge, rows
 from deepspeed_mcrdl.observe.files import LineFile, Writer, begin
+from deepspeed_mcrdl.observe.flight import DONE, FAILED, IN_FLIGHT, WAITING, Handle, Recorder
 from deepspeed_mcrdl.observe.log import Wrapped
 from deepspeed_mcrdl.observe.steps import EngineSteps
 from deepspeed_mcrdl.observe.trace import Events
@@ -112,6 +113,7 @@ class Session:
         if config.trace:
             events = Events(self._start)
             self._trace = Writer(LineFile(folder, trace.KIND, rank, most_bytes, events.head), events.lines)
+        self._flight = Recorder(folder, config.flight_calls, self._start) if config.flight else None
         self._calls = stragglers.Calls(self._start["offset_ns"]) if config.stragglers else None
         self._exchanges = 0
         self._profiles = config.profiler
@@ -126,8 +128,19 @@ class Session:
         local = self._local
         local.waits_since = 0
         start = now_ns()
-        work = carry() if not self._profiles else self._profiled(call, size, carry)
+        flight = self._flight
+        handle = None if flight is None else flight.begin(call, size, start)
+        try:
+            work = carry() if not self._profiles else self._profiled(call, size, carry)
+        except BaseException as error:
+            self.failed(error, handle)
+            raise
         end = now_ns()
+        if flight is not None and handle is not None:
+            if work is None:
+                flight.mark(handle, DONE, end)
+            else:
+                flight.mark(handle, IN_FLIGHT)
         if self._calls is not None and operation.collective:
             self._calls.add(operation.name, group, number or 0, start)
         key = (operation, group, backend, (size - 1 if size else 0).bit_length())
@@ -143,7 +156,7 @@ class Session:
             self._first(key, call, args)
         if self._trace is not None:
             self._trace.put((get_ident(), (call, size, start, 0, end)))
-        return _Seen(work, self, call, key, size, start)
+        return _Seen(work, self, call, key, size, start, handle)
 
     def _profiled(self, call: Call, size: int, carry: Callable[[], Work | None]) -> Work | None:
         if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -156,12 +169,28 @@ class Session:
         if key not in self._reasons:
             self._reasons[key] = self._why(call, args)
 
-    def waited(self, call: Call, key: Key, size: int, issued_at: int, start: int, end: int) -> None:
+    def failed(self, error: BaseException, handle: Handle | None) -> None:
+        """A call, or the wait for it, has ended with an error."""
+        if self._flight is not None and handle is not None:
+            self._flight.mark(handle, FAILED, now_ns())
+            if isinstance(error, CallTimeoutError | MismatchError):
+                self._flight.dump(str(error))
+
+    def waits(self, handle: Handle | None) -> None:
+        """An asynchronous call is being waited for."""
+        if self._flight is not None and handle is not None:
+            self._flight.mark(handle, WAITING)
+
+    def waited(
+        self, call: Call, key: Key, size: int, issued_at: int, handle: Handle | None, start: int, end: int
+    ) -> None:
         """An asynchronous call was seen to be done at `end`, when it had been waited for since `start`."""
         if self._figures is not None:
             self._figures.waited(key, size, end - start, end - issued_at)
         if self._trace is not None:
             self._trace.put((get_ident(), (call, size, start, 0, end, issued_at)))
+        if self._flight is not None and handle is not None:
+            self._flight.mark(handle, DONE, end)
 
     def step(self, samples: int = 0) -> None:
         """A step of the training, on `samples` samples of all ranks, ends here."""
@@ -249,6 +278,9 @@ class Session:
                 summary.show(found, elapsed_ns)
         if self._log is not None and self._calls is not None:
             self._log.put({"kind": "arrivals", "rank": self._rank, "calls": self._calls.arrivals()})
+        flight, self._flight = self._flight, None  # a call that ends later is no longer written down
+        if flight is not None:
+            flight.close()
         for writer in (self._log, self._trace):
             if writer is not None:
                 writer.close()
@@ -261,10 +293,13 @@ class Session:
 class _Seen(Wrapped):
     """A Work whose end and whose waits are seen."""
 
-    def __init__(self, work: Work, session: Session, call: Call, key: Key, size: int, issued_at: int) -> None:
+    def __init__(
+        self, work: Work, session: Session, call: Call, key: Key, size: int, issued_at: int, handle: Handle | None
+    ) -> None:
         super().__init__(work)
         self._session = session
-        self._seen = (call, key, size, issued_at)
+        self._seen = (call, key, size, issued_at, handle)
+        self._handle = handle
         self._over = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -272,7 +307,12 @@ class _Seen(Wrapped):
         if self._over:
             return self._work.wait(timeout)
         start = now_ns()
-        result = self._work.wait(timeout)
+        self._session.waits(self._handle)
+        try:
+            result = self._work.wait(timeout)
+        except BaseException as error:
+            self._session.failed(error, self._handle)
+            raise
         self._over = True
         self._session.waited(*self._seen, start, now_ns())
         return result
