@@ -65,3 +65,26 @@ def profiled(folder):
         cdb.all_reduce(torch.ones(256))
     unobserved()
     return [event.name for event in profile.events() if event.name.startswith("mcrdl")]
+
+
+def trained(folder):
+    """Train a small model with DeepSpeed's engine for seven steps of two micro-batches."""
+    import deepspeed
+
+    n = face().get_world_size()
+    model = torch.nn.Linear(8, 8)
+    config = {
+        "train_batch_size": 8 * n,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
+        "csv_monitor": {"enabled": True, "output_path": f"{folder}/csv", "job_name": "job"},
+        "comm_backend": "mcrdl",
+        "mcrdl": {"observe": {"folder": folder, "log": True, "monitor": True, "every_steps": 2}, "banner": False},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    for _ in range(14):
+        loss = engine(torch.randn(4, 8)).square().mean()
+        engine.backward(loss)
+        engine.step()
+    unobserved()
+    return type(engine)._take_model_step.__name__
