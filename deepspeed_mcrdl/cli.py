@@ -34,7 +34,13 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="one line for each backend: usable or why not, and versions")
     report.add_argument("--routes", action="store_true", help="which backend carries which operation and size, and why")
-    report.add_argument("config", nargs="?", metavar="ds_config.json", help="with --routes: the job's config")
+    report.add_argument(
+        "of",
+        nargs="*",
+        metavar="ds_config.json | run DIR",
+        help="with --routes: the job's config. run DIR: make a page on the run that has left its files in DIR",
+    )
+    report.add_argument("--output", type=Path, metavar="FILE", help="of `run DIR`: the page (default: DIR/report.html)")
     report.set_defaults(run=_report)
 
     validate = commands.add_parser("validate", help="check a ds_config.json before a job is started")
@@ -110,9 +116,22 @@ def _report(args: argparse.Namespace) -> int:
 
     if args.routes:
         return _routes(args)
-    if args.config is not None:
-        raise ConfigError("a config is for --routes; `mcrdl validate` checks one")
+    if args.of:
+        if len(args.of) != 2 or args.of[0] != "run":
+            raise ConfigError(
+                "a config is for --routes; `mcrdl validate` checks one; `mcrdl report run DIR` makes a page"
+            )
+        return _page(Path(args.of[1]), args.output)
     print(report())
+    return 0
+
+
+def _page(folder: Path, output: Path | None) -> int:
+    from deepspeed_mcrdl.observe.page import write_page
+
+    output = output or folder / "report.html"
+    write_page(folder, output)
+    print(output)
     return 0
 
 
@@ -122,7 +141,9 @@ def _routes(args: argparse.Namespace) -> int:
 
     from deepspeed_mcrdl.report import routes
 
-    found = routes(args.config)
+    if len(args.of) > 1:
+        raise ConfigError("--routes takes one config")
+    found = routes(args.of[0] if args.of else None)
     shown = Table(title="which backend carries what (float32, CPU)")
     for title in ("operation", "group", "mesh", "bytes", "backend", "why"):
         shown.add_column(title)

@@ -38,10 +38,10 @@ def show(rows: Sequence[Mapping[str, Any]], elapsed_ns: int) -> None:
 
     table = Table(title=f"communication of this rank in {elapsed_ns / 1e9:.1f} s")
     for title in _COLUMNS:
-        table.add_column(title, justify="left" if title in ("operation", "group", "backend") else "right")
+        table.add_column(title, justify="left" if title in ("operation", "group", "backend") else "right", no_wrap=True)
     for row in rows:
         table.add_row(*cells(row, elapsed_ns))
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
 def cells(row: Mapping[str, Any], elapsed_ns: int) -> list[str]:

@@ -88,3 +88,18 @@ def trained(folder):
         engine.step()
     unobserved()
     return type(engine)._take_model_step.__name__
+
+
+def everything(folder):
+    """Make calls on two backends with all that there is to see turned on."""
+    observe = {"log": True, "trace": True, "flight": True, "stragglers": True, "every_steps": 5}
+    cdb = observed(folder, {"default": "mpi", "broadcast": "gloo"}, **observe)
+    n = cdb.get_world_size()
+    for step in range(21):
+        cdb.all_reduce(torch.ones(1000))
+        cdb.broadcast(torch.ones(10_000), 0)
+        work = cdb.all_to_all_single(torch.empty(64 * n), torch.ones(64 * n), async_op=True)
+        time.sleep(0.001 * (step % 3))
+        work.wait()
+        mcrdl.log_step(samples=4)
+    unobserved()
