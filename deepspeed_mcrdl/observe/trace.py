@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_mcrdl.errors import ConfigError
+from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.observe.files import lines_of, ranks_in
 from deepspeed_mcrdl.safety import Call
 
@@ -34,6 +35,7 @@ class Events:
         self._rank: int = start["rank"]
         self._offset_ns: int = start["offset_ns"]
         self._tracks: dict[tuple[str, int], int] = {}
+        self._about_group: dict[tuple[str, Group], str] = {}
         self._flights = 0
         self._head = [
             self._about("process_name", 0, {"name": f"rank {self._rank} ({start['host']})"}),
@@ -48,20 +50,26 @@ class Events:
     def lines(self, entry: tuple[int, Entry]) -> str:
         """Return the lines of what a thread (its identifier goes before) has done."""
         thread, (call, size, start, since, end, *issued) = entry
-        number = call.number
-        args = {"backend": call.backend, "bytes": size, "group": call.group.name, "group_number": call.group.number}
-        args["sequence" if call.operation.collective else "peer"] = number
-        name = call.operation.name
-        track = self._tracks.get((call.backend, thread))
+        operation, group, backend, number = call
+        track = self._tracks.get((backend, thread))
         if track is None:
-            return self._begin_track(call.backend, thread) + self.lines(entry)
+            return self._begin_track(backend, thread) + self.lines(entry)
+        about = self._about_group.get((backend, group))
+        if about is None:
+            told = json.dumps({"backend": backend, "group": group.name, "group_number": group.number})
+            about = self._about_group[backend, group] = told[:-1]
+        which = "sequence" if operation.collective else "peer"
+        args = f'{about},"bytes":{size},"{which}":{"null" if number is None else number}}}'
+        name = operation.name
         if issued:
             wait = self._slice(f"{name} wait", track, start, end, args) if end > start else ""
-            return wait + self._flight(name, call.backend, issued[0], end, args)
+            return wait + self._flight(name, backend, issued[0], end, args)
         if not since:
             return self._slice(f"{name} issue", track, start, end, args)
-        parts = self._slice("issue", track, start, since, {}) + self._slice("wait", track, since, end, {})
-        return self._slice(name, track, start, end, args) + (parts if since < end else "")
+        whole = self._slice(name, track, start, end, args)
+        if since == end:
+            return whole
+        return whole + self._slice("issue", track, start, since, "{}") + self._slice("wait", track, since, end, "{}")
 
     def _begin_track(self, backend: str, thread: int) -> str:
         others = sum(other == backend for other, _ in self._tracks)
@@ -71,25 +79,26 @@ class Events:
         return name
 
     def _about(self, name: str, track: int, args: dict[str, Any]) -> str:
-        return _line({"ph": "M", "name": name, "pid": self._rank, "tid": track, "args": args})
+        event = {"ph": "M", "name": name, "pid": self._rank, "tid": track, "args": args}
+        return json.dumps(event, separators=(",", ":")) + ",\n"
 
-    def _slice(self, name: str, track: int, start: int, end: int, args: dict[str, Any]) -> str:
-        event = {"ph": "X", "name": name, "cat": "call", "pid": self._rank, "tid": track}
-        return _line({**event, "ts": self._us(start), "dur": (end - start) / 1e3, "args": args})
+    # By hand, not by json: there are several to a call, and who writes them holds up who computes.
 
-    def _flight(self, name: str, backend: str, start: int, end: int, args: dict[str, Any]) -> str:
+    def _slice(self, name: str, track: int, start: int, end: int, args: str) -> str:
+        ts, dur = (start + self._offset_ns) / 1e3, (end - start) / 1e3
+        return (
+            f'{{"ph":"X","name":"{name}","cat":"call","pid":{self._rank},"tid":{track},'
+            f'"ts":{ts:.3f},"dur":{dur:.3f},"args":{args}}},\n'
+        )
+
+    def _flight(self, name: str, backend: str, start: int, end: int, args: str) -> str:
         self._flights += 1
-        event = {"name": f"{name} in flight", "cat": backend, "pid": self._rank, "tid": 0}
-        event["id2"] = {"local": str(self._flights)}
-        begins = _line({"ph": "b", **event, "ts": self._us(start), "args": args})
-        return begins + _line({"ph": "e", **event, "ts": self._us(end)})
-
-    def _us(self, time_ns: int) -> float:
-        return (time_ns + self._offset_ns) / 1e3
-
-
-def _line(event: Mapping[str, Any]) -> str:
-    return json.dumps(event, separators=(",", ":")) + ",\n"
+        event = (
+            f'"name":"{name} in flight","cat":"{backend}","pid":{self._rank},"tid":0,'
+            f'"id2":{{"local":"{self._flights}"}},"ts":'
+        )
+        first, last = (start + self._offset_ns) / 1e3, (end + self._offset_ns) / 1e3
+        return f'{{"ph":"b",{event}{first:.3f},"args":{args}}},\n{{"ph":"e",{event}{last:.3f}}},\n'
 
 
 def events_of(folder: Path, rank: int) -> Iterator[dict[str, Any]]:
