@@ -1,5 +1,8 @@
 import json
 import math
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ from deepspeed_mcrdl.config import parse
 from deepspeed_mcrdl.errors import CallError, ConfigError
 from deepspeed_mcrdl.observe.figures import Cell, bandwidths, bucket_of, middle_ns, percentile_ns, together
 from deepspeed_mcrdl.observe.files import LineFile, Writer, lines_of, path_of
+from tests import launcher
 from tests.observe.programs import calls, observed, unobserved
+from tests.programs import face
 
 
 @given(st.integers(8, 10**13))
@@ -123,6 +128,24 @@ def test_files_are_bounded_and_whole_lines_are_read(tmp_path):
     with files[1].open("a") as cut:
         cut.write("line 5")
     assert list(lines_of(tmp_path, "log", 0))[-1] == "line 499\n"
+
+
+def test_a_summary_is_printed_when_the_job_ends(tmp_path):
+    run = launcher.run([sys.executable, str(Path(__file__).parent / "jobs.py"), "summary", str(tmp_path / "run")])
+    assert run.status == 0, run.output
+    assert "communication of this rank" in run.output
+    assert re.search(r"all_reduce .* 4 KB .* 1 .* 0\.00", run.output)
+    assert not any((tmp_path / "run").iterdir())  # a summary needs no files
+
+
+def _off():
+    unobserved()
+    runtime = face().runtime
+    return runtime.session, runtime._observers, type(runtime.progress).__name__
+
+
+def test_nothing_stands_on_the_way_of_a_call_when_nothing_is_asked(ranks):
+    assert ranks(2).run(_off) == [(None, (), "Progress")] * 2
 
 
 def test_the_block_is_checked():
