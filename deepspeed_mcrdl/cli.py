@@ -51,14 +51,10 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
     schema.add_argument("--table", action="store_true", help="of tuning tables instead")
     schema.set_defaults(run=_schema)
 
-    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead, floor")
     _add_hosts(commands.add_parser("hosts", help="run a job on an emulated cluster on this machine (root only)"))
 
     trace = commands.add_parser("trace", help="the timeline of a run").add_subparsers(required=True, metavar="COMMAND")
     merge = trace.add_parser("merge", help="join the ranks' traces into one file for https://ui.perfetto.dev")
-    merge = trace.add_subparsers(required=True, metavar="COMMAND").add_parser(
-        "merge", help="join the ranks' traces into one file for https://ui.perfetto.dev"
-    )
     merge.add_argument("folder", type=Path, metavar="DIR", help='"folder" of the run\'s "observe" block')
     merge.add_argument("--output", type=Path, metavar="FILE", help="default: DIR/trace.json")
     merge.set_defaults(run=_merge_traces)
@@ -71,7 +67,7 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
     show.add_argument("--last", type=int, default=0, metavar="N", help="the last N calls of each rank, too")
     show.set_defaults(run=_show_flight)
 
-    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead")
+    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead, floor")
     tune = commands.add_parser("tune", help="measure the backends and write the tuning table that jobs go by")
     if measures:  # these import torch, which the other commands need not wait for
         _add_benchmarks(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))

@@ -359,12 +359,11 @@ class Runtime:
             self.ignore(self._record)
             self._record.write()
             self._record = None
-        ways, self.ways, self.backends = self.ways, {}, {}
         if self.session is not None:
             self.ignore(self.session)
             self.session.close()
             self.session = None
-        backends, self.backends = self.backends, {}
+        ways, self.ways, self.backends = self.ways, {}, {}
         self._routes.clear()
         for way in reversed(ways.values()):
             way.close()
