@@ -56,6 +56,7 @@ SINGLE_COPY = "MCRDL_SHM_SINGLE_COPY_BYTES"
 _NEVER = 2**62
 _SPLIT_BYTES = 16 * 1024  # all_reduce of more than two ranks: from here on each reduces a part
 _SPINS = 200
+_YIELDS = 4  # with more ranks than cores: how often a call gives its core away before it returns to the wait loop
 _SLEEPS_BETWEEN_WATCHES = 100  # each of at most a millisecond
 _MAX_TAG = 2**62
 
@@ -175,7 +176,7 @@ class ShmBackend(Backend):
         self._ranks = [rank for rank in range(job.world_size) if job.hosts[rank] == job.hosts[job.rank]]
         self._place = self._ranks.index(job.rank)
         self._places = {rank: place for place, rank in enumerate(self._ranks)}
-        self._spins = 0 if len(self._ranks) > cores() else _SPINS
+        self._spins = _SPINS if len(self._ranks) <= cores() else -_YIELDS
         self._groups: dict[Group, Any] = {}
         visible = self._look_around()
         n = len(self._ranks)

@@ -16,6 +16,7 @@
  */
 
 #include <errno.h>
+#include <sched.h>
 #include <string.h>
 
 #include "shm.h"
@@ -286,7 +287,8 @@ static bool can_move(Collectives *comm) {
     return is_over(op) || may_put(op) || (op->get < op->put && may_get(op, op->get));
 }
 
-/* Carries on what can be; looks again `spins` times before it gives up. */
+/* Carries on what can be; looks again `spins` times before it gives up, or if that is negative gives its core away as
+   many times between looks. */
 static void turn(Collectives *comm, int spins) {
     if (!comm->segment.base || !segment_lock(&comm->segment)) return;
     Operation *over = NULL;
@@ -294,6 +296,11 @@ static void turn(Collectives *comm, int spins) {
         while (spins > 0 && !can_move(comm)) {
             relax();
             spins--;
+        }
+        if (spins < 0 && !can_move(comm)) {
+            Py_BEGIN_ALLOW_THREADS;
+            for (; spins < 0 && !can_move(comm); spins++) sched_yield();
+            Py_END_ALLOW_THREADS;
         }
         if (!can_move(comm)) break;
         if (comm->head->direct || comm->head->total > GIL_BYTES) {

@@ -72,7 +72,7 @@ typedef struct {
     char *base;
     size_t bytes;
     int n, me;
-    int spins;  /* how often a call looks again before it returns empty-handed */
+    int spins;  /* how often a call looks again before it returns empty-handed; negative: how often it gives its core away */
     bool direct; /* whether ranks can read each other's memory */
     pid_t *pids;
     atomic_flag busy;
