@@ -3,8 +3,9 @@
 The floor of S bytes is that copying alone, by all ranks at once: each copies a tensor into memory of its own, and what
 is in its neighbour's to the same tensor, in chunks that stay in the caches, without a word between the ranks. Beside
 it, in turns in one run, all_reduce and all_to_all_single of S bytes by the backend shm; the latter takes a part of its
-bytes straight to its own output, so it can be below. Each is called a few times in a row, of which the first is not counted, so that all find their data in
-the caches. Figures are medians of the slowest rank, and every result is checked.
+bytes straight to its own output, so it can be below. Each is called a few times in a row, of which the first is not
+counted, so that all find their data in the caches. Figures are medians of the slowest rank, and every result is
+checked.
 """
 
 from __future__ import annotations
