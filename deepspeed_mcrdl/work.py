@@ -109,7 +109,7 @@ class Then(Pending):
 
 
 class Together(Pending):
-    """Several Pendings of one backend as one: done when all are."""
+    """Several Pendings as one: done when all are."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         self._left = list(parts)
@@ -118,13 +118,17 @@ class Together(Pending):
 
     def poll(self) -> bool:
         self._left = [part for part in self._left if not part.poll()]
-        return not self._left
+        if not self._left:
+            return True
+        self.yields_s = self._left[0].yields_s
+        return False
 
     def orderable(self) -> bool:
         return all(part.orderable() for part in self._left)
 
     def block(self, limit_s: float) -> None:
-        self._left[0].block(limit_s)
+        for part in self._left[:1]:  # another wait may have ended the last one
+            part.block(limit_s)
 
     def order(self) -> None:
         for part in self._left:

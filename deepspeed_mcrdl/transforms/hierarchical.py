@@ -37,12 +37,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from deepspeed_mcrdl import operations as ops
-from deepspeed_mcrdl.backends.base import Backend, divide, joined, spread
+from deepspeed_mcrdl.backends.base import Backend, apart, divide, joined, spread
 from deepspeed_mcrdl.config import PAIR
 from deepspeed_mcrdl.groups import Group, Groups, Mesh
 from deepspeed_mcrdl.operations import Operation, counts
 from deepspeed_mcrdl.transforms.turns import Turn, Turns
-from deepspeed_mcrdl.work import Pending
+from deepspeed_mcrdl.work import Pending, Together
 
 Fit = Callable[[Backend, Operation, Group, tuple[Any, ...]], Callable[..., Pending]]
 
@@ -57,6 +57,7 @@ _NEEDS: dict[Operation, tuple[Sequence[Operation], Sequence[Operation]]] = {
     ops.ALL_TO_ALL_SINGLE: ((ops.ALL_TO_ALL_SINGLE,), (ops.ALL_TO_ALL_SINGLE,)),
     ops.ALL_TO_ALL: ((ops.ALL_TO_ALL_SINGLE,), (ops.ALL_TO_ALL_SINGLE,)),
 }
+_DIRECT_BYTES = 64 * 1024  # of a block, from which on a copy costs more than a step for each host
 _PREFERENCE = 1000  # taken where a rule, a table or a trial says so
 
 
@@ -105,6 +106,7 @@ class Layout:
         inner: this host's ranks of the group.
         again: the same ranks, for steps after those between hosts.
         outer: the ranks that have this rank's place on each of the hosts.
+        host: the number of this rank's host.
         nodes: number of hosts.
         local: ranks on each host.
         places: for each place on a host, for each host: the place in the group.
@@ -117,7 +119,7 @@ class Layout:
         for place, rank in enumerate(group.ranks):
             by_host.setdefault(groups.hosts[rank], []).append(place)
         hosts = list(by_host.values())
-        host = next(number for number, places in enumerate(hosts) if group.rank in places)
+        self.host = host = next(number for number, places in enumerate(hosts) if group.rank in places)
         own = hosts[host].index(group.rank)
         self.nodes, self.local = len(hosts), len(hosts[0])
         self.places = [places[local] for local in range(self.local) for places in hosts]
@@ -304,12 +306,27 @@ class Hierarchical(Backend):
         at = self._layouts.of(group)
         own, target = _bytes(input), _bytes(output)
         column = own.new_empty(own.numel() * at.nodes)
+        if at.in_order and own.numel() >= _DIRECT_BYTES:
+            return self._gather_by_host(at, target.view(at.nodes, -1), column.view(at.nodes, -1), own)
         whole = own.new_empty(target.numel())
         steps = (
             self._between(at.outer, ops.ALL_GATHER_INTO_TENSOR, lambda: (column, own)),
             self._within(at.again, ops.ALL_GATHER_INTO_TENSOR, lambda: (whole, column)),
         )
         return self._run(steps, lambda: _put_in_order(whole, at.places, target))
+
+    def _gather_by_host(self, at: Layout, rows: torch.Tensor, column: torch.Tensor, own: torch.Tensor) -> Pending:
+        """Gather the blocks of each host straight to their place, those of this host while others are on their way."""
+
+        def gather(part: Group, host: int, block: torch.Tensor) -> _Step:
+            return self._within(part, ops.ALL_GATHER_INTO_TENSOR, lambda: (rows[host], block))
+
+        in_place = own.data_ptr() == rows[at.host].data_ptr() + at.inner.rank * own.numel()
+        own = own if in_place else apart(own, (rows,))
+        here = self._run([gather(at.inner, at.host, own)])
+        others = [gather(at.again, host, column[host]) for host in range(at.nodes) if host != at.host]
+        between = self._between(at.outer, ops.ALL_GATHER_INTO_TENSOR, lambda: (column.view(-1), own))
+        return Together([self._run([between, *others]), here])
 
     def all_gather(self, group: Group, outputs: Sequence[torch.Tensor], input: torch.Tensor) -> Pending:
         at = self._layouts.of(group)

@@ -146,3 +146,26 @@ def _groups_come_and_go():
 def test_groups_that_come_and_go_leave_nothing(ranks):
     parts = 2 + len({pair.partition("+")[2] for pair in PAIRS})  # of the world: twice within its host, and between
     assert ranks(4, "aabb").run(_groups_come_and_go) == [[(1, parts)] * len(PAIRS)] * 4
+
+
+def _large_gathers():
+    """Gathers of blocks that go straight to their places, also from a view of the output, as ZeRO does."""
+    cdb = use({})
+    rank, n = cdb.get_rank(), cdb.get_world_size()
+    for pair in PAIRS:
+        for in_place in (False, True):
+            works, size = [], 40_000
+            for number in range(3):
+                output = torch.empty(n * size)
+                own = output[rank * size :][:size] if in_place else torch.empty(size)
+                own.fill_(10 * number + rank)
+                works.append((cdb.runtime.issue(ops.ALL_GATHER_INTO_TENSOR, None, (output, own), True, pair), output))
+            for number, (work, output) in enumerate(works):
+                work.wait()
+                assert output.view(n, size).unique(dim=1).view(-1).tolist() == [10.0 * number + r for r in range(n)]
+
+
+@needs_pairs
+@pytest.mark.parametrize("hosts", ["aabb", "abab"])
+def test_large_blocks_are_gathered(ranks, hosts):
+    ranks(4, hosts).run(_large_gathers)
