@@ -20,7 +20,7 @@ from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.runtime import Runtime
 from deepspeed_mcrdl.safety import Call
-from deepspeed_mcrdl.work import Work
+from deepspeed_mcrdl.work import Pending, Work
 
 DIRECT = "direct:"
 TORCH = "torch:gloo"
@@ -99,9 +99,14 @@ def _routed(runtime: Runtime, group: Group, name: str) -> Issue:
 
 def _direct(runtime: Runtime, group: Group, name: str) -> Issue:
     backend, progress = runtime.ways[name], runtime.progress
+    methods: dict[tuple[Any, ...], Callable[..., Pending]] = {}  # a case's arguments are the same objects in each call
 
     def issue(operation: Operation, args: tuple[Any, ...], async_op: bool = False) -> Any:
-        pending = backend.method(operation, group, args)(group, *args)
+        key = operation, id(args)
+        method = methods.get(key)
+        if method is None:
+            method = methods[key] = backend.method(operation, group, args)
+        pending = method(group, *args)
         call = Call(operation, group, name, 0)
         if async_op:
             return Work(pending, call, progress)
