@@ -51,6 +51,7 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
     schema.add_argument("--table", action="store_true", help="of tuning tables instead")
     schema.set_defaults(run=_schema)
 
+    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead, floor, fusion")
     _add_hosts(commands.add_parser("hosts", help="run a job on an emulated cluster on this machine (root only)"))
 
     trace = commands.add_parser("trace", help="the timeline of a run").add_subparsers(required=True, metavar="COMMAND")
@@ -76,13 +77,14 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
 
 
 def _add_benchmarks(bench: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from deepspeed_mcrdl.bench import floor, ops, overhead, train
+    from deepspeed_mcrdl.bench import floor, fusion, ops, overhead, train
 
     for name, module, text in (
         ("train", train, "throughput of real training for each backend"),
         ("ops", ops, "every operation by size and backend"),
         ("overhead", overhead, "what routing adds to a call"),
         ("floor", floor, "how near shared memory comes to copying alone"),
+        ("fusion", fusion, "where it pays to carry small calls together"),
     ):
         parser = bench.add_parser(name, help=text, description=module.__doc__)
         module.add_arguments(parser)

@@ -18,13 +18,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from deepspeed_mcrdl.errors import ConfigError, suggest
 from deepspeed_mcrdl.groups import KINDS
-from deepspeed_mcrdl.operations import RULE_NAMES
+from deepspeed_mcrdl.operations import ALL_GATHER_INTO_TENSOR, ALL_REDUCE, BROADCAST, REDUCE, RULE_NAMES
 
 SELECTING_KEY = "comm_backend"
 BLOCK_KEY = "mcrdl"
 NAME = "mcrdl"
 AUTO = "auto"
 PAIR = "+"  # "shm+mpi": shm within hosts, mpi between them
+
+# The operations whose calls can be carried together.
+FUSABLE = tuple(operation.name for operation in (ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER_INTO_TENSOR))
 
 # The command-line options by which DeepSpeed scripts are given their config.
 CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed", "--ds_config", "--deepspeed-config", "--ds-config")
@@ -185,6 +188,30 @@ class Observe(Block):
     def anything(self) -> bool:
         """Whether calls are looked at."""
         return self.figures or self.trace or self.flight or self.stragglers or self.profiler
+class FusionBlock(Block):
+    """Which calls are collected and carried together, and when."""
+
+    operations: tuple[str, ...] = Field(
+        default=(ALL_REDUCE.name,), description=f"operations whose calls are fused, of {', '.join(FUSABLE)}"
+    max_call_bytes: int = Field(default=2**16, ge=0, description="larger calls go by themselves")
+    max_bytes: int = Field(default=2**20, ge=1, description="a bucket of so many bytes is sent")
+    max_calls: int = Field(default=256, ge=1, description="a bucket of so many calls is sent")
+
+    @field_validator("operations")
+    @classmethod
+    def _fusable(cls, operations: tuple[str, ...]) -> tuple[str, ...]:
+        for name in operations:
+            if name not in FUSABLE:
+                raise ValueError(f'calls of "{name}" can\'t be fused.{suggest(name, FUSABLE)}')
+        return operations
+
+    @model_validator(mode="after")
+    def _calls_fit(self) -> FusionBlock:
+        if self.max_call_bytes > self.max_bytes:
+            raise ValueError(
+                f'a call of "max_call_bytes" ({self.max_call_bytes}) does not fit into "max_bytes" ({self.max_bytes})'
+            )
+        return self
 
 
 class MCRDLConfig(Block):
@@ -196,6 +223,9 @@ class MCRDLConfig(Block):
     routing: Routing = Routing()
     tuning: Tuning = Tuning()
     observe: Observe = Observe()
+    fusion: FusionBlock | None = Field(
+        default=None, description="carry small calls together; {}: with the defaults; null: don't"
+    )
     timeout_s: float | None = Field(
         default=None,
         gt=0,

@@ -42,6 +42,7 @@ from deepspeed_mcrdl.safety import Call, MonitoredBarrier, Progress
 from deepspeed_mcrdl.stores import Patient, exchange, second_connection
 from deepspeed_mcrdl.streams import device_of
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
+from deepspeed_mcrdl.transforms.fusion import Fusion
 from deepspeed_mcrdl.transforms.hierarchical import Layouts, pairs
 from deepspeed_mcrdl.transforms.staging import in_turn, through_host
 from deepspeed_mcrdl.transforms.turns import Turns
@@ -133,6 +134,7 @@ class Runtime:
         self.ways = self.backends | {
             name: pair(self.backends, layouts, self._fitted) for name, pair in pairs(classes).items()
         }
+        self.fusion = None if config.fusion is None else Fusion(config.fusion, self.groups, self.progress)
         self._close_at_exit = self.close
         atexit.register(self._close_at_exit)
         self.adopt(world)
@@ -268,15 +270,21 @@ class Runtime:
         if trial is not None and trial.verdict is not None and trial.over:
             wish, trial = trial.verdict.backend, None
         names = [self.router.decide(key, wish).backend] if trial is None else trial.candidates
-        choices = {name: self._method(self.ways[name], operation, group, args) for name in names}
+        fused = self.fusion is not None and trial is None and self.fusion.takes(operation, group, args)
+        choices = {name: self._method(self.ways[name], operation, group, args, fused) for name in names}
         check = None if operation.checked_once(*args) else operation.check
         return Route(choices[names[0]], group, check, names[0], operation.collective, trial, choices)
 
-    def _method(self, backend: Backend, operation: Operation, group: Group, args: tuple[Any, ...]) -> Method:
+    def _method(
+        self, backend: Backend, operation: Operation, group: Group, args: tuple[Any, ...], fused: bool
+    ) -> Method:
         """Return how `backend` carries calls like this one."""
         if operation.collective:
-            self._join(backend, group)
-        method = self._fitted(backend, operation, group, args)
+            self._join_all(backend, group)
+        if self.fusion is not None and fused and self.fusion.able(backend):
+            method = self.fusion.method(backend, operation, group)
+        else:
+            method = self._fitted(backend, operation, group, args)
         return method if self._checked is None else self._checked.around(operation, backend.name, method)
 
     def _fitted(self, backend: Backend, operation: Operation, group: Group, args: tuple[Any, ...]) -> Method:
@@ -318,7 +326,13 @@ class Runtime:
     def adopt(self, torch_group: Any) -> None:
         """Make the communicators of a torch process group made elsewhere; every member calls this."""
         for way in self.ways.values():
-            self._join(way, self.groups.of(torch_group))
+            self._join_all(way, self.groups.of(torch_group))
+
+    def _join_all(self, backend: Backend, group: Group) -> None:
+        """Make the communicators of a group in a backend, that of its fused calls included."""
+        self._join(backend, group)
+        if self.fusion is not None and group.size > 1 and self.fusion.able(backend):
+            self._join(backend, self.fusion.group_of(group))
 
     def _join(self, backend: Backend, group: Group) -> None:
         if (backend.name, group) not in self._joined and backend.misfit(group.mesh) is None:
@@ -338,9 +352,11 @@ class Runtime:
             return
         group = self.groups.discard(torch_group)
         if group is not None:
+            own = None if self.fusion is None else self.fusion.leave(group)
             for way in self.ways.values():
-                way.leave(group)
-                self._joined.discard((way.name, group))
+                for left in filter(None, (group, own)):
+                    way.leave(left)
+                    self._joined.discard((way.name, left))
             if self._online is not None:
                 self._online.forget(group)
             self._routes = {key: route for key, route in self._routes.items() if route.group is not group}
@@ -363,6 +379,9 @@ class Runtime:
             self.ignore(self.session)
             self.session.close()
             self.session = None
+        fusion, self.fusion = self.fusion, None
+        if fusion is not None:
+            fusion.close()
         ways, self.ways, self.backends = self.ways, {}, {}
         self._routes.clear()
         for way in reversed(ways.values()):
@@ -396,6 +415,9 @@ class Runtime:
                 lines.append(f"backend {name}: {', '.join(filter(None, (type(way).version(), way.details())))}")
         lines += [f"left out {name}: {reason}" for name, reason in self.left_out.items()]
         lines += [f"route {name}: {', '.join(what)}" for name, what in self.router.map(device, mesh).items()]
+        if self.config.fusion is not None:
+            fused = ", ".join(self.config.fusion.operations)
+            lines.append(f"fused: {fused} up to {self.config.fusion.max_call_bytes} B, on CPU tensors")
         lines += [f"table: {self.table.path} ({self.table.table.made})" if self.table else "table: none"]
         return "\n  ".join(lines)
 

@@ -19,7 +19,7 @@ from deepspeed_mcrdl.arrivals import Arrivals
 from deepspeed_mcrdl.errors import CallTimeoutError, failed
 from deepspeed_mcrdl.groups import Group, Groups
 from deepspeed_mcrdl.operations import RECV, Operation
-from deepspeed_mcrdl.work import Pending, Work
+from deepspeed_mcrdl.work import Driven, Pending
 
 _HOT_POLLS = 1000
 _HOT_POLLS_CROWDED = 20
@@ -74,7 +74,8 @@ class Progress:
         self.timeout_s = timeout_s
         self._arrivals = arrivals
         self._hot_polls = _HOT_POLLS_CROWDED if crowded else _HOT_POLLS
-        self._unfinished: dict[Work, None] = {}
+        self._unfinished: dict[Driven, None] = {}
+        self._held: list[Callable[[], None]] = []
         self._engines: list[Callable[[], object]] = []
         self._background: threading.Thread | None = None
         self._closed = threading.Event()
@@ -90,13 +91,26 @@ class Progress:
         """Call `turn` no more."""
         self._engines.remove(turn)
 
-    def watch(self, work: Work) -> None:
+    def hold(self, send: Callable[[], None]) -> None:
+        """Call `send` wherever this rank waits: others may need the calls that are held back here."""
+        self._held.append(send)
+
+    def let_go(self, send: Callable[[], None]) -> None:
+        """Call `send` no more."""
+        self._held.remove(send)
+
+    def send_held(self) -> None:
+        """Send off the calls that are held back. Does not block."""
+        for send in self._held:
+            send()
+
+    def watch(self, work: Driven) -> None:
         """Drive `work` in every wait until it is forgotten; its buffers stay alive until then."""
         self._unfinished[work] = None
         if len(self._unfinished) % _DRIVE_EVERY == 0:  # works that nobody waits for must not pile up
             self.drive()
 
-    def forget(self, work: Work) -> None:
+    def forget(self, work: Driven) -> None:
         """`work` is done."""
         self._unfinished.pop(work, None)
 
@@ -108,7 +122,7 @@ class Progress:
         for turn in self._engines:
             turn()
         for work in tuple(self._unfinished):
-            work.is_completed()
+            work.advance()
 
     def drive_in_background(self) -> None:
         """Drive in a thread too while there are unfinished operations, for a host that also waits elsewhere."""
@@ -118,6 +132,7 @@ class Progress:
     def _drive_on(self) -> None:
         while not self._closed.wait(_BACKGROUND_S):
             if self._unfinished:
+                self.send_held()
                 self.drive()
 
     def close(self) -> None:
@@ -151,6 +166,7 @@ class Progress:
         start = time.monotonic()
         announced = False
         while not poll():
+            self.send_held()
             self.drive()
             waited = time.monotonic() - start
             if waited < pending.yields_s:
@@ -204,6 +220,7 @@ class Progress:
         """Drive until `done()`, which asks something else than a backend; return False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not done():
+            self.send_held()
             self.drive()
             time.sleep(_NAP_S)
             if time.monotonic() > deadline:

@@ -159,12 +159,21 @@ class Waiters:
 waiters = Waiters()
 
 
+class Driven(Protocol):
+    """What progresses only while somebody drives it."""
+
+    def advance(self) -> object:
+        """Give it a chance to progress. Must not block."""
+
+
 class Waits(Protocol):
     """Who waits: safety.Progress."""
 
-    def watch(self, work: Work) -> None: ...
+    def watch(self, work: Driven) -> None: ...
 
-    def forget(self, work: Work) -> None: ...
+    def forget(self, work: Driven) -> None: ...
+
+    def send_held(self) -> None: ...
 
     def finish(self, poll: Callable[[], bool], pending: Pending, call: Any, limit_s: float | None = None) -> None: ...
 
@@ -196,7 +205,7 @@ class Work:
         None, and torch's "no timeout" (zero), mean the job's "timeout_s".
         """
         if not self._done:
-            seen = self._ordered if self._pending.stream_ordered else self.is_completed
+            seen = self._ordered if self._pending.stream_ordered else self.advance
             self._waits.finish(seen, self._pending, self._call, timeout.total_seconds() if timeout else None)
         if self._error is not None:
             raise self._error
@@ -204,6 +213,12 @@ class Work:
 
     def is_completed(self) -> bool:
         """Return whether the operation is done, successfully or not, without waiting for it."""
+        if not self.advance():
+            self._waits.send_held()  # somebody asks, perhaps until it is done
+        return self._done
+
+    def advance(self) -> bool:
+        """Give the operation a chance to progress, whoever asks, and return whether it is done."""
         if not self._done and self._lock.acquire(blocking=False):
             try:
                 self._advance()
@@ -271,6 +286,11 @@ class AllOf:
     def is_completed(self) -> bool:
         """Return whether all are done."""
         done = [work.is_completed() for work in self._works]  # each gets its chance to progress
+        return all(done)
+
+    def advance(self) -> bool:
+        """Give each a chance to progress, whoever asks, and return whether all are done."""
+        done = [work.advance() for work in self._works]
         return all(done)
 
     def is_success(self) -> bool:

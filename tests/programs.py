@@ -15,9 +15,9 @@ def face() -> Any:
     return comm.cdb
 
 
-def use(routing: dict[str, Any]) -> Any:
-    """Go on with these routing rules and return the backend object."""
-    face().restart(parse({"routing": routing, "banner": False}))
+def use(routing: dict[str, Any], **more: Any) -> Any:
+    """Go on with these routing rules and other keys of the config, and return the backend object."""
+    face().restart(parse({"routing": routing, "banner": False, **more}))
     return face()
 
 

@@ -455,5 +455,5 @@ def _noted(work: _W) -> _W:
     if work is not None:
         _outstanding.append(work)
         if len(_outstanding) % _MOST_OUTSTANDING == 0:
-            _outstanding[:] = [each for each in _outstanding if not each.is_completed()]
+            _outstanding[:] = [each for each in _outstanding if not each.advance()]
     return work

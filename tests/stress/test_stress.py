@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from deepspeed_mcrdl.config import FUSABLE
 from deepspeed_mcrdl.operations import OPERATIONS, RECV, SEND
 from tests.backends import BACKENDS
 from tests.matrix.cells import DTYPES, SHAPES, UNEVEN, UNEVEN_FORMS, Cell, make, verify
@@ -31,8 +32,8 @@ def _cell(runtime, group, shared, salt):
             return cell
 
 
-def _random_program(seed, count):
-    cdb = use({})
+def _random_program(seed, count, fusion=None):
+    cdb = use({}, fusion=fusion)
     runtime, rank, n = cdb.runtime, cdb.get_rank(), cdb.get_world_size()
     shared, own = random.Random(seed), random.Random(f"{seed}/{rank}")
     everybody = list(range(n))
@@ -81,11 +82,19 @@ def test_short_random_programs(ranks, world_size, hosts, seed):
     ranks(world_size, hosts).run(_random_program, seed, 500, timeout_s=120)
 
 
+@pytest.mark.parametrize("fusion", [{"max_calls": 1}, {"max_calls": 3}, {"max_bytes": 100_000}])
+@pytest.mark.parametrize(("world_size", "hosts"), [(2, ""), (4, "abba")])
+def test_short_random_programs_with_fused_calls(ranks, world_size, hosts, fusion):
+    fusion = {"operations": FUSABLE, **fusion}
+    ranks(world_size, hosts).run(_random_program, 1003, 500, fusion, timeout_s=120)
+
+
 @pytest.mark.stress
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_long_random_programs(ranks, seed):
-    ranks(4, "abba" if seed % 4 == 3 else "").run(_random_program, seed, 10_000, timeout_s=1400)
+    fusion = {"operations": FUSABLE} if seed % 4 > 1 else None
+    ranks(4, "abba" if seed % 4 == 3 else "").run(_random_program, seed, 10_000, fusion, timeout_s=1400)
 
 
 def _groups_come_and_go(cycles):
