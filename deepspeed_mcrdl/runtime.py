@@ -331,8 +331,8 @@ class Runtime:
     def _join_all(self, backend: Backend, group: Group) -> None:
         """Make the communicators of a group in a backend, that of its fused calls included."""
         self._join(backend, group)
-        if self.fusion is not None and group.size > 1 and self.fusion.able(backend):
-            self._join(backend, self.fusion.group_of(group))
+        if self.fusion is not None and group.size > 1 and self.fusion.able(backend) and not backend.misfit(group.mesh):
+            self._join(backend, self.fusion.group_of(backend, group))
 
     def _join(self, backend: Backend, group: Group) -> None:
         if (backend.name, group) not in self._joined and backend.misfit(group.mesh) is None:
@@ -352,9 +352,9 @@ class Runtime:
             return
         group = self.groups.discard(torch_group)
         if group is not None:
-            own = None if self.fusion is None else self.fusion.leave(group)
+            own = [] if self.fusion is None else self.fusion.leave(group)
             for way in self.ways.values():
-                for left in filter(None, (group, own)):
+                for left in (group, *own):
                     way.leave(left)
                     self._joined.discard((way.name, left))
             if self._online is not None:

@@ -30,7 +30,7 @@ from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.safety import Progress
 from deepspeed_mcrdl.work import DONE, Pending
 
-_OTHERS_AT_END_S = 2.0
+_OTHERS_AT_END_S = 5.0
 _ALIGNMENT = 64  # bytes, of each kind's place in a lane's buffer
 _HEADER_OP = "min"
 
@@ -275,7 +275,7 @@ class Fusion:
 
     def __init__(self, limits: FusionBlock, groups: Groups, progress: Progress) -> None:
         self._limits, self._groups, self._progress = limits, groups, progress
-        self._own: dict[Group, Group] = {}
+        self._own: dict[tuple[str, Group], Group] = {}
         self._lanes: dict[tuple[str, Group], _Lane] = {}
         progress.hold(self._send)
 
@@ -292,18 +292,23 @@ class Fusion:
         """Return whether `backend` can carry the headers of host memory's calls."""
         return backend.lacks(ops.ALL_REDUCE, torch.int64, "cpu", _HEADER_OP) is None
 
-    def group_of(self, group: Group) -> Group:
-        """Return the Group whose communicators carry a group's fused calls; every member makes it."""
-        if group not in self._own:
-            self._own[group] = self._groups.make(group.ranks, f"{group.name}/{group.number} fused")
-        return self._own[group]
+    def group_of(self, backend: Backend, group: Group) -> Group:
+        """Return the Group whose communicator carries the calls of `group` that `backend` fuses; every member makes it.
+
+        Each backend has one of its own: pairs with a backend in common share the communicators of a Group's parts.
+        """
+        key = backend.name, group
+        if key not in self._own:
+            name = f"{group.name}/{group.number} fused by {backend.name}"
+            self._own[key] = self._groups.make(group.ranks, name)
+        return self._own[key]
 
     def method(self, backend: Backend, operation: Operation, group: Group) -> Callable[..., Pending]:
         """Return what carries calls of `operation` on `group` by `backend`, which has joined its `group_of`."""
         key = backend.name, group
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = _Lane(backend, self.group_of(group), self._limits, self._progress)
+            lane = self._lanes[key] = _Lane(backend, self.group_of(backend, group), self._limits, self._progress)
         issue = lane.issue
         return lambda group, *args: issue(operation, args)
 
@@ -316,10 +321,10 @@ class Fusion:
         """How many operations have carried calls of this rank so far, headers not counted."""
         return sum(lane.operations for lane in self._lanes.values())
 
-    def leave(self, group: Group) -> Group | None:
-        """End the lanes of a group that is being destroyed, and return its `group_of`, if it was made."""
+    def leave(self, group: Group) -> list[Group]:
+        """End the lanes of a group that is being destroyed, and return the Groups made for it."""
         self._end([key for key in self._lanes if key[1] is group], f"{group} was destroyed before the call was done")
-        return self._own.pop(group, None)
+        return [self._own.pop(key) for key in tuple(self._own) if key[1] is group]
 
     def close(self) -> None:
         """End all lanes."""

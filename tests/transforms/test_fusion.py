@@ -13,7 +13,7 @@ from deepspeed_mcrdl.config import FUSABLE, parse
 from deepspeed_mcrdl.errors import CallFailedError, CallTimeoutError, ConfigError
 from deepspeed_mcrdl.faces import api
 from deepspeed_mcrdl.operations import OPERATIONS
-from tests.backends import BACKENDS
+from tests.backends import BACKENDS, PAIRS
 from tests.matrix.cells import DTYPES, SHAPES, Cell, make, verify
 from tests.programs import face, sub_group, use
 
@@ -276,6 +276,28 @@ def _check(one, own):
     assert wanted is None or torch.equal(tensor, wanted)
 
 
+def _two_pairs():
+    """Two pairs that share the backend within hosts: each rank sends their lanes in an order of its own."""
+    cdb = use({}, fusion={})
+    rank, n = cdb.get_rank(), cdb.get_world_size()
+    for number in range(100):
+        tensors = [torch.full((9,), float(rank + number)) for _ in PAIRS]
+        works = [
+            cdb.runtime.issue(ops.ALL_REDUCE, None, (tensor, "sum"), True, pair)
+            for tensor, pair in zip(tensors, PAIRS, strict=True)
+        ]
+        for pair in PAIRS[:: -1 if (rank + number) % 2 else 1]:
+            cdb.runtime.fusion._lanes[pair, cdb.runtime.groups.world].send()
+        for work in works:
+            work.wait()
+        assert all((tensor == sum(range(n)) + n * number).all() for tensor in tensors)
+
+
+@pytest.mark.skipif(len(PAIRS) < 2, reason="fewer than two pairs of backends are usable here")
+def test_lanes_of_pairs_that_share_a_backend_are_apart(ranks):
+    ranks(4, "aabb").run(_two_pairs, timeout_s=60)
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_random_programs(ranks, world_size, seed):
@@ -355,7 +377,8 @@ def _failing():
     cdb.barrier()
     works = [cdb.all_reduce(torch.ones(10), async_op=True) for _ in range(2)]
     runtime = cdb.runtime
-    runtime.backends[BACKENDS[0]].leave(runtime.fusion.group_of(runtime.groups.world))
+    backend = runtime.backends[BACKENDS[0]]
+    backend.leave(runtime.fusion.group_of(backend, runtime.groups.world))
     texts = []
     for work in works:
         with pytest.raises(CallFailedError) as info:
