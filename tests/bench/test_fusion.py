@@ -11,9 +11,8 @@ def test_fused_calls_are_measured_beside_the_same_calls_apart(tmp_path):
     assert run.status == 0, run.output
     assert "pay" in run.output
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert [(row["backend"], row["bytes"]) for row in rows] == [
-        (name, size) for name in BACKENDS for size in (64, 4096)
-    ]
+    wanted = [(name, size) for name in BACKENDS for size in (64, 4096)]
+    assert [(row["backend"], row["bytes"]) for row in rows] == wanted
     for row in rows:
         assert row["wrong"] == 0
         assert row["operations"] < 5
