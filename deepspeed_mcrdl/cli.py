@@ -51,7 +51,6 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
     schema.add_argument("--table", action="store_true", help="of tuning tables instead")
     schema.set_defaults(run=_schema)
 
-    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead, floor, fusion")
     _add_hosts(commands.add_parser("hosts", help="run a job on an emulated cluster on this machine (root only)"))
 
     trace = commands.add_parser("trace", help="the timeline of a run").add_subparsers(required=True, metavar="COMMAND")
@@ -68,7 +67,7 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
     show.add_argument("--last", type=int, default=0, metavar="N", help="the last N calls of each rank, too")
     show.set_defaults(run=_show_flight)
 
-    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead, floor")
+    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead, floor, fusion")
     tune = commands.add_parser("tune", help="measure the backends and write the tuning table that jobs go by")
     if measures:  # these import torch, which the other commands need not wait for
         _add_benchmarks(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))

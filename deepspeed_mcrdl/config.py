@@ -188,11 +188,14 @@ class Observe(Block):
     def anything(self) -> bool:
         """Whether calls are looked at."""
         return self.figures or self.trace or self.flight or self.stragglers or self.profiler
+
+
 class FusionBlock(Block):
     """Which calls are collected and carried together, and when."""
 
     operations: tuple[str, ...] = Field(
         default=(ALL_REDUCE.name,), description=f"operations whose calls are fused, of {', '.join(FUSABLE)}"
+    )
     max_call_bytes: int = Field(default=2**16, ge=0, description="larger calls go by themselves")
     max_bytes: int = Field(default=2**20, ge=1, description="a bucket of so many bytes is sent")
     max_calls: int = Field(default=256, ge=1, description="a bucket of so many calls is sent")

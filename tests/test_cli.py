@@ -49,7 +49,9 @@ def test_the_map_in_force_is_shown_with_its_reasons(capsys, tmp_path):
 def test_the_schema_is_json_schema(capsys):
     assert cli.main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert set(schema["properties"]) == {"backends", "routing", "tuning", "observe", "timeout_s", "checked", "banner"}
+    assert set(schema["properties"]) == {
+        *("backends", "routing", "tuning", "observe", "fusion", "timeout_s", "checked", "banner")
+    }
 
 
 @pytest.mark.parametrize(
