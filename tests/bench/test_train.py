@@ -140,7 +140,7 @@ def stubborn_launcher(tmp_path):
 def test_a_run_past_its_limit_is_ended_with_ranks_that_ignore_signals(tmp_path, monkeypatch, stubborn_launcher):
     monkeypatch.setattr(sys, "executable", str(stubborn_launcher))
     monkeypatch.setattr(train, "_GRACE_S", 0.5)
-    args = argparse.Namespace(ranks=2, workload="moe", preset="comm", steps=4, timeout=2.0)
+    args = argparse.Namespace(ranks=2, hosts=1, workload="moe", preset="comm", steps=4, timeout=2.0)
     start = time.monotonic()
     with pytest.raises(train.RunFailed, match=r"the run with gloo was not done within 2 s; it printed last:\nstarted"):
         train._run_one(args, "gloo", tmp_path / "report.json")
