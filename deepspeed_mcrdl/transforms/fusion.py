@@ -151,7 +151,8 @@ class _Lane:
         self._backend, self._group, self._limits, self._progress = backend, group, limits, progress
         self._entry = threading.RLock()  # of what `issue` changes; nothing under it blocks
         self._held: deque[_Call] = deque()
-        self._held_bytes = self._issued = self._asked = self._taken = 0
+        self._issued = self._asked = self._taken = 0
+        self._unasked_bytes = 0  # of the calls that there is no reason to send yet
         self._watched = False
         self._turn = threading.Lock()  # of whoever moves the lane
         self._count = torch.zeros(1, dtype=torch.int64)
@@ -169,12 +170,13 @@ class _Lane:
             if self._error is not None:
                 raise self._error
             self._held.append(call)
-            self._held_bytes += call.bytes
+            self._unasked_bytes += call.bytes
             self._issued += 1
             if not self._watched:
                 self._watched = True
                 self._progress.watch(self)
-            full = len(self._held) >= self._limits.max_calls or self._held_bytes >= self._limits.max_bytes
+            unasked = self._issued - self._asked
+            full = unasked >= self._limits.max_calls or self._unasked_bytes >= self._limits.max_bytes
         if full:
             self.send()
         return call
@@ -182,7 +184,9 @@ class _Lane:
     def send(self) -> None:
         """Send off all calls issued so far."""
         if self._held:
-            self._asked = self._issued
+            with self._entry:
+                self._asked = self._issued
+                self._unasked_bytes = 0
             self.advance()
 
     def advance(self) -> None:
@@ -236,7 +240,6 @@ class _Lane:
         with self._entry:
             for _ in range(number):
                 call = self._held.popleft()
-                self._held_bytes -= call.bytes
                 by_kind.setdefault(call.kind, []).append(call)
             self._taken += number
             self._parts = deque(_Part(kind, calls, self._group) for kind, calls in by_kind.items())
