@@ -11,7 +11,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-# Left out of `make test` for their time: every operation in every form (2 min), torch's own tests of torch.distributed
+# Left out of `make test` for their time: every operation in every form (6 min), torch's own tests of torch.distributed
 # run on us (4 min), long random programs (6 min), messages above 2 GiB (needs 20 GB of memory).
 test-matrix: $(STAMP)
 	$(BIN)/python -m pytest -m matrix
