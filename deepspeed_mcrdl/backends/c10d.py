@@ -50,6 +50,7 @@ _REDUCE_OPS: dict[str, Any] = {
 _OWN_TAG = 2**31 - 1  # of the messages that this module makes a collective of
 _MAX_TAG = _OWN_TAG - 1
 _LOOK_S = 400e-6
+_LEAST_LIMIT_S = 1e-3  # torch counts whole milliseconds, and none of them is no limit
 
 
 class C10dPending(Pending):
@@ -75,6 +76,9 @@ class C10dPending(Pending):
         return True
 
     def block(self, limit_s: float) -> None:
+        if limit_s < _LEAST_LIMIT_S:
+            super().block(limit_s)
+            return
         # An error that is not this limit's, poll raises; by what it raises, and when, the two can't be told apart.
         with contextlib.suppress(RuntimeError):
             self._inner.wait(timedelta(seconds=limit_s))

@@ -1,9 +1,12 @@
 """Every operation on every backend, blocking and not, on the world and on a sub-group, against plain torch."""
 
+import time
+
 import pytest
 import torch
 
-from tests.backends import BACKENDS
+from deepspeed_mcrdl.operations import ALL_REDUCE, ALL_TO_ALL_SINGLE, BROADCAST
+from tests.backends import BACKENDS, PAIRS
 from tests.programs import face, filled, sub_group, use
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
@@ -246,3 +249,35 @@ def _reported_when_strange():
 
 def test_a_call_that_cannot_be_done_is_refused_on_every_rank(ranks):
     ranks(2).run(_reported_when_strange)
+
+
+def _looks_at_what_cannot_end_yet(way):
+    """Sleep for calls that the last rank makes late; return how late, at most, a sleep ended."""
+    cdb = use({})
+    runtime, rank, n, tensor = cdb.runtime, cdb.get_rank(), cdb.get_world_size(), torch.ones(4)
+    latest = 0.0
+    for operation, args in (
+        (ALL_REDUCE, (tensor, "sum")),
+        (ALL_TO_ALL_SINGLE, (torch.empty(2 * n), torch.ones(2 * n), None, None)),
+        (BROADCAST, (tensor, n - 1)),
+    ):
+        for limit_s in (0.0, 5e-5, 9e-4, 2e-2):
+            cdb.barrier()
+            if rank == n - 1:
+                time.sleep(0.2)
+                runtime.issue(operation, None, args, backend=way)
+                continue
+            work = runtime.issue(operation, None, args, True, way)
+            for _ in range(3):
+                work.is_completed()  # which starts the next step of a call that has several
+                start = time.perf_counter()
+                work._pending.block(limit_s)
+                latest = max(latest, time.perf_counter() - start - limit_s)
+            work.wait()
+    return latest
+
+
+@pytest.mark.parametrize("way", [*BACKENDS, *PAIRS])
+def test_a_sleeping_wait_keeps_its_limit(ranks, way):
+    """Or the calls that this thread must drive, for which others may wait, stand still: a deadlock."""
+    assert max(ranks(4, "abba" if "+" in way else "").run(_looks_at_what_cannot_end_yet, way)) < 0.1
