@@ -44,7 +44,10 @@ from deepspeed_mcrdl.stores import Patient, exchange
 from deepspeed_mcrdl.work import DONE, Pending
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_SLOTS = 4
+_SLOTS = 32  # of a rank: how far it puts ahead of ranks whose cores are taken
+_LEAST_SLOTS = 4
+_GROUP_BYTES = 8 * 1024 * 1024  # the most that a group's slots may take while there are more than the least
+_GROUPS_BY_FOLDER = 64  # there must be room for more groups than jobs have
 SLOT_BYTES = 128 * 1024
 _LEAST_SLOT_BYTES = 4 * 1024
 _RING_BYTES = 1024 * 1024
@@ -78,6 +81,13 @@ def _single_copy_bytes() -> int:
     if not text.isdecimal():
         raise MCRDLError(f'{SINGLE_COPY} must be a number of bytes, got "{text}"')
     return int(text)
+
+
+def _slots(ranks: int) -> int:
+    """Return how many slots each rank of a group has; the ranks of a host come to the same."""
+    folder = os.statvfs(FOLDER)
+    room = min(_GROUP_BYTES, folder.f_blocks * folder.f_frsize // _GROUPS_BY_FOLDER)
+    return min(_SLOTS, max(_LEAST_SLOTS, room // (ranks * SLOT_BYTES)))
 
 
 def _extension() -> ModuleType | None:
@@ -239,18 +249,19 @@ class ShmBackend(Backend):
 
     def join(self, group: Group) -> None:
         n = group.size
+        slots = _slots(n)
         # A slot takes a part for each rank, and the address of a block for each.
         least = max(_LEAST_SLOT_BYTES, n * 256)
         descriptor, slot_bytes = self._segment(
             f"group/{group.number}",
             group.ranks,
-            lambda size: self._extension.Collectives.size(n, _SLOTS, size),
+            lambda size: self._extension.Collectives.size(n, slots, size),
             halves(max(SLOT_BYTES, least), least),
         )
         pids = [self._pids[self._places[rank]] for rank in group.ranks]
         try:
             self._groups[group] = self._extension.Collectives(
-                descriptor, group.rank, n, _SLOTS, slot_bytes, self._single_copy, self._spins, pids
+                descriptor, group.rank, n, slots, slot_bytes, self._single_copy, self._spins, pids
             )
         finally:
             os.close(descriptor)

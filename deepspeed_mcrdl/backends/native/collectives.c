@@ -1,10 +1,15 @@
 /* Collectives of a group whose ranks share a segment.
  *
  * All of them go in rounds. Each rank has `slots` slots of `slot_bytes` in the segment, which it alone writes. In round
- * g of the group a rank first puts (copies a chunk of its data into its slot g % slots, then publishes written = g + 1)
- * and then gets (copies or reduces chunks out of the others' slots when their `written` says so, then publishes
- * done = g + 1). A slot is written again only when every rank's `done` has passed the round that used it last. Rounds
- * are counted over the whole life of the group, so nothing is ever reset. A rank puts as far ahead as slots are free.
+ * g of the group a rank first puts (copies a chunk of its data into a free slot, says at place g % slots of its `where`
+ * which one that is, then publishes written = g + 1) and then gets (copies or reduces chunks out of the others' slots
+ * when their `written` says so, then publishes done = g + 1). A slot, and a place of `where`, is written again only when
+ * every rank's `done` has passed the round that used it last. Rounds are counted over the whole life of the group, so
+ * nothing is ever reset.
+ *
+ * A rank puts as far ahead as slots are free: a rank whose core is taken by another process then finds all there is for
+ * it in one go, rather than wait for a time slice of the others at every chunk. It takes the first slot that is free, so
+ * that as long as the ranks keep pace only the first few are used, and these stay in the caches.
  *
  * An operation takes a number of rounds that all ranks know alike, from sizes that all know; or, where no rank knows all
  * sizes, as many as there turn out to be: each slot says whether its writer has more, and the round in which nobody has
@@ -27,12 +32,14 @@ typedef struct {
     PyObject_HEAD
     Segment segment;
     Beds *beds;
-    Counter *written, *done; /* one a rank */
+    Counter *written, *reduced, *done; /* one a rank */
+    char *where_base;
     char *slots_base;
     int slots;
     size_t slot_bytes, direct_bytes;
     uint64_t round;  /* the first round of the operation at the head */
     uint64_t freed;  /* what all ranks' `done` are known to have reached */
+    uint64_t *used;  /* for each of this rank's slots, the round after the one that has used it last */
     Operation *head, *tail;
 } Collectives;
 
@@ -45,10 +52,13 @@ typedef struct {
 } Part;
 
 /* SPREAD: each rank's block goes to all who have a place for it. SPLIT: a block for each pair. FOLD: blocks are reduced
- * by all who want the result. FOLD_SPLIT: each rank reduces its part. ALL_FOLD: the two of them and a SPREAD in turns. */
+ * by all who want the result. FOLD_SPLIT: each rank reduces its part. ALL_FOLD: so too, and then each part goes to all: a
+ * round has a step between put and get, in which a rank reduces its part, writes it to where its slot has no data since
+ * they would be for itself, and publishes reduced = g + 1, for which the others wait before they get. */
 enum { SPREAD, SPLIT, FOLD, FOLD_SPLIT, ALL_FOLD, BARRIER };
 
 #define FEW 4
+#define NEAR 4 /* slots that are used as long as the ranks keep pace */
 /* How often a call looks again where it starts: as long as the other rank is late in a loop of short calls, about a
    microsecond. To return empty-handed costs the first rank more than that, in Python. */
 #define FIRST_SPINS 50
@@ -64,7 +74,7 @@ struct Operation {
     size_t chunk; /* bytes that a pair moves in a round */
     size_t item;
     size_t total; /* bytes of the largest block */
-    uint64_t put, get, rounds;
+    uint64_t put, fold, get, rounds;
     Reduction *reduce;
     Part *parts, few[FEW];
 };
@@ -75,12 +85,21 @@ PyTypeObject *operation_type;
 
 static size_t slot_stride(size_t slot_bytes) { return LINE + rounded_up(slot_bytes, LINE); }
 
+static size_t where_stride(int slots) { return rounded_up((size_t)slots * sizeof(uint32_t), LINE); }
+
 static size_t layout(int n, int slots, size_t slot_bytes) {
-    return beds_bytes(n) + 2 * (size_t)n * sizeof(Counter) + (size_t)n * (size_t)slots * slot_stride(slot_bytes);
+    size_t one = 3 * sizeof(Counter) + where_stride(slots) + (size_t)slots * slot_stride(slot_bytes);
+    return beds_bytes(n) + (size_t)n * one;
+}
+
+/* Which of a rank's slots has a round's data. */
+static uint32_t *where(const Collectives *comm, int rank, uint64_t round) {
+    char *places = comm->where_base + (size_t)rank * where_stride(comm->slots);
+    return (uint32_t *)places + round % (uint64_t)comm->slots;
 }
 
 static char *slot(const Collectives *comm, int rank, uint64_t round) {
-    size_t index = (size_t)rank * (size_t)comm->slots + round % (uint64_t)comm->slots;
+    size_t index = (size_t)rank * (size_t)comm->slots + *where(comm, rank, round);
     return comm->slots_base + index * slot_stride(comm->slot_bytes) + LINE;
 }
 
@@ -97,9 +116,9 @@ static void copy(void *to, const void *from, size_t bytes) {
     if (bytes && to != from) memcpy(to, from, bytes);
 }
 
-/* ALL_FOLD: the piece of rank `rank` in the step that rounds 2 * step and 2 * step + 1 carry. */
-static size_t piece(const Operation *op, uint64_t step, int rank, size_t *start) {
-    size_t n = (size_t)op->comm->segment.n, whole = op->chunk * n, from = whole * step;
+/* ALL_FOLD: the piece that rank `rank` reduces in a round. */
+static size_t piece(const Operation *op, uint64_t k, int rank, size_t *start) {
+    size_t n = (size_t)op->comm->segment.n, whole = op->chunk * n, from = whole * k;
     size_t bytes = left(op->total, from, whole);
     size_t each = rounded_up((bytes + n - 1) / n, LINE);
     *start = from + each * (size_t)rank;
@@ -124,12 +143,40 @@ static bool has_more(const Operation *op, uint64_t k) {
     return false;
 }
 
-static void put(Operation *op, uint64_t k) {
+static bool all_done(Collectives *comm, uint64_t round) {
+    if (comm->freed >= round) return true;
+    uint64_t least = UINT64_MAX;
+    for (int p = 0; p < comm->segment.n; p++) {
+        uint64_t done = seen(&comm->done[p]);
+        if (done < least) least = done;
+    }
+    comm->freed = least;
+    return least >= round;
+}
+
+static uint32_t first_free(const Collectives *comm) {
+    uint32_t index = 0;
+    while (comm->used[index] > comm->freed) index++;
+    return index;
+}
+
+/* Takes a slot of this rank for a round and returns it. `may_put` has seen to it that there is one. */
+static char *take_slot(Collectives *comm, uint64_t round) {
+    uint32_t index = first_free(comm);
+    if (index >= NEAR) { /* as far as is known: the others' counters are asked now and then only, which costs time */
+        all_done(comm, round);
+        index = first_free(comm);
+    }
+    comm->used[index] = round + 1;
+    *where(comm, comm->segment.me, round) = index;
+    return slot(comm, comm->segment.me, round);
+}
+
+static void put_data(Operation *op, uint64_t k) {
     Collectives *comm = op->comm;
     Part *parts = op->parts;
     int n = comm->segment.n, me = comm->segment.me;
-    uint64_t round = comm->round + k;
-    char *to = slot(comm, me, round);
+    char *to = take_slot(comm, comm->round + k);
     size_t start = k * op->chunk, bytes;
     if (op->open_ended) *more(to) = has_more(op, k);
     if (op->direct) {
@@ -141,12 +188,17 @@ static void put(Operation *op, uint64_t k) {
             if (p != me) copy(to + (size_t)p * op->chunk, parts[p].in + start, left(parts[p].in_bytes, start, op->chunk));
     } else if (op->kind == ALL_FOLD) {
         for (int p = 0; p < n; p++)
-            if ((p == me) == (k % 2 == 1)) {
-                bytes = piece(op, k / 2, p, &start);
-                copy(to + (k % 2 ? 0 : (size_t)p * op->chunk), parts[me].out + start, bytes);
+            if (p != me) {
+                bytes = piece(op, k, p, &start);
+                copy(to + (size_t)p * op->chunk, parts[me].out + start, bytes);
             }
     }
-    publish(&comm->written[me], round + 1);
+}
+
+static void put(Operation *op, uint64_t k) {
+    Collectives *comm = op->comm;
+    if (has_data(op, k)) put_data(op, k);
+    publish(&comm->written[comm->segment.me], comm->round + k + 1);
 }
 
 static bool needs(const Operation *op, uint64_t k, int p) {
@@ -157,20 +209,40 @@ static bool needs(const Operation *op, uint64_t k, int p) {
     return op->parts[p].out_bytes > k * op->chunk;
 }
 
-static bool may_get(Operation *op, uint64_t k) {
+static bool have_published(Operation *op, uint64_t k, Counter *counters) {
     Collectives *comm = op->comm;
     for (int p = 0; p < comm->segment.n; p++)
-        if (p != comm->segment.me && seen(&comm->written[p]) < comm->round + k + 1 && needs(op, k, p)) return false;
+        if (p != comm->segment.me && seen(&counters[p]) < comm->round + k + 1 && needs(op, k, p)) return false;
     return true;
 }
 
-static void fold(Operation *op, char *out, const char *own, size_t offset, size_t bytes, uint64_t round) {
+static bool may_fold(Operation *op) {
+    return op->kind == ALL_FOLD && op->fold < op->put && have_published(op, op->fold, op->comm->written);
+}
+
+static bool may_get(Operation *op) {
+    if (op->kind == ALL_FOLD) return op->get < op->fold && have_published(op, op->get, op->comm->reduced);
+    return op->get < op->put && have_published(op, op->get, op->comm->written);
+}
+
+static void reduce(Operation *op, char *out, const char *own, size_t offset, size_t bytes, uint64_t round) {
     Collectives *comm = op->comm;
     const void *in[comm->segment.n];
     if (!bytes) return;
     for (int p = 0; p < comm->segment.n; p++)
         in[p] = p == comm->segment.me ? own : slot(comm, p, round) + offset;
     op->reduce(out, in, comm->segment.n, bytes / op->item);
+}
+
+static void fold(Operation *op, uint64_t k) {
+    Collectives *comm = op->comm;
+    int me = comm->segment.me;
+    uint64_t round = comm->round + k;
+    size_t start, offset = (size_t)me * op->chunk, bytes = piece(op, k, me, &start);
+    char *out = op->parts[me].out + start;
+    reduce(op, out, out, offset, bytes, round);
+    copy(slot(comm, me, round) + offset, out, bytes);
+    publish(&comm->reduced[me], round + 1);
 }
 
 static void get(Operation *op, uint64_t k) {
@@ -180,18 +252,15 @@ static void get(Operation *op, uint64_t k) {
     uint64_t round = comm->round + k;
     size_t start = k * op->chunk, bytes;
     if (op->kind == FOLD) {
-        fold(op, parts[me].out + start, parts[me].in + start, 0, left(parts[me].out_bytes, start, op->chunk), round);
+        reduce(op, parts[me].out + start, parts[me].in + start, 0, left(parts[me].out_bytes, start, op->chunk), round);
     } else if (op->kind == FOLD_SPLIT) {
         bytes = left(parts[me].out_bytes, start, op->chunk);
-        fold(op, parts[me].out + start, parts[me].in + start, (size_t)me * op->chunk, bytes, round);
-    } else if (op->kind == ALL_FOLD && k % 2 == 0) {
-        bytes = piece(op, k / 2, me, &start);
-        fold(op, parts[me].out + start, parts[me].out + start, (size_t)me * op->chunk, bytes, round);
+        reduce(op, parts[me].out + start, parts[me].in + start, (size_t)me * op->chunk, bytes, round);
     } else if (op->kind == ALL_FOLD) {
         for (int p = 0; p < n; p++)
             if (p != me) {
-                bytes = piece(op, k / 2, p, &start);
-                copy(parts[me].out + start, slot(comm, p, round), bytes);
+                bytes = piece(op, k, p, &start);
+                copy(parts[me].out + start, slot(comm, p, round) + (size_t)p * op->chunk, bytes);
             }
     } else if (op->kind != BARRIER) {
         bool last = true;
@@ -214,23 +283,11 @@ static void get(Operation *op, uint64_t k) {
     publish(&comm->done[me], round + 1);
 }
 
-static bool all_done(Collectives *comm, uint64_t round) {
-    if (comm->freed >= round) return true;
-    uint64_t least = UINT64_MAX;
-    for (int p = 0; p < comm->segment.n; p++) {
-        uint64_t done = seen(&comm->done[p]);
-        if (done < least) least = done;
-    }
-    comm->freed = least;
-    return least >= round;
-}
-
 static bool may_put(Operation *op) {
     Collectives *comm = op->comm;
     uint64_t k = op->put, round = comm->round + k, slots = (uint64_t)comm->slots;
     if (op->open_ended ? k > op->get && !has_more(op, k - 1) : k >= op->rounds) return false;
     if (op->open_ended && k >= op->rounds) return false;
-    if (op->kind == ALL_FOLD && k > op->get) return false; /* the second half of a step needs the first */
     return !has_data(op, k) || round < slots || all_done(comm, round - slots + 1);
 }
 
@@ -248,7 +305,11 @@ static bool advance(Operation *op) {
             put(op, op->put++);
             moved = true;
         }
-        if (op->get < op->put && may_get(op, op->get)) {
+        if (may_fold(op)) {
+            fold(op, op->fold++);
+            moved = true;
+        }
+        if (may_get(op)) {
             get(op, op->get++);
             moved = true;
         }
@@ -287,7 +348,7 @@ static void let_go(Operation *over) {
 static bool can_move(Collectives *comm) {
     Operation *op = comm->head;
     if (!op) return true;
-    return is_over(op) || may_put(op) || (op->get < op->put && may_get(op, op->get));
+    return is_over(op) || may_put(op) || may_fold(op) || may_get(op);
 }
 
 /* Carries on what can be; looks again `spins` times before it gives up, or if that is negative gives its core away as
@@ -424,7 +485,7 @@ static PyObject *submit(Operation *op, size_t most) {
     } else if (op->kind == BARRIER) {
         op->rounds = 1;
     } else if (op->kind == ALL_FOLD) {
-        op->rounds = 2 * ((most + op->chunk * n - 1) / (op->chunk * n));
+        op->rounds = (most + op->chunk * n - 1) / (op->chunk * n);
     } else {
         op->rounds = (most + op->chunk - 1) / op->chunk;
         op->direct = (op->kind == SPREAD || op->kind == SPLIT) && comm->segment.direct && most >= comm->direct_bytes;
@@ -621,6 +682,11 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *P
     if (!PyArg_ParseTuple(args, "iiiinniO", &fd, &me, &n, &slots, &slot_bytes, &direct_bytes, &spins, &pids)) return NULL;
     Collectives *comm = (Collectives *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
     if (!comm) return NULL;
+    comm->used = PyMem_Calloc((size_t)slots, sizeof(uint64_t));
+    if (!comm->used) {
+        Py_DECREF((PyObject *)comm);
+        return PyErr_NoMemory();
+    }
     if (!segment_open(&comm->segment, fd, layout(n, slots, (size_t)slot_bytes), n, me, spins, pids)) {
         Py_DECREF((PyObject *)comm);
         return NULL;
@@ -630,14 +696,17 @@ static PyObject *collectives_new(PyTypeObject *type, PyObject *args, PyObject *P
     comm->direct_bytes = (size_t)direct_bytes;
     comm->beds = (Beds *)comm->segment.base;
     comm->written = (Counter *)(comm->segment.base + beds_bytes(n));
-    comm->done = comm->written + n;
-    comm->slots_base = (char *)(comm->done + n);
+    comm->reduced = comm->written + n;
+    comm->done = comm->reduced + n;
+    comm->where_base = (char *)(comm->done + n);
+    comm->slots_base = comm->where_base + (size_t)n * where_stride(slots);
     return (PyObject *)comm;
 }
 
 static void collectives_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
     segment_close(&((Collectives *)self)->segment, ((Collectives *)self)->beds);
+    PyMem_Free(((Collectives *)self)->used);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF((PyObject *)type);
 }
