@@ -34,6 +34,7 @@ from deepspeed_mcrdl.bench.wire import emulated_rate, least_bytes
 from deepspeed_mcrdl.config import AUTO
 from deepspeed_mcrdl.errors import ConfigError
 from deepspeed_mcrdl.groups import Group
+from deepspeed_mcrdl.observe.summary import size_text
 from deepspeed_mcrdl.operations import REDUCE_OPS
 from deepspeed_mcrdl.runtime import Runtime, key_of
 
@@ -315,26 +316,32 @@ def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = list(dict.fromkeys((row["operation"], row["mesh"]) for row in rows))
-    across = min(4, len(panels))
-    down = -(-len(panels) // across)
+    sized = [row for row in rows if row["bytes"]]
+    panels = list(dict.fromkeys((row["operation"], row["mesh"]) for row in sized))
+    one_mesh = len({mesh for _, mesh in panels}) == 1
+    ticks = sorted({row["bytes"] for row in sized})
+    shown = ticks[:: -(-len(ticks) // 5)] if ticks else []
+    across = min(4, len(panels)) or 1
+    down = -(-len(panels) // across) or 1
     figure, axes = pyplot.subplots(down, across, figsize=(4 * across, 3 * down), layout="constrained", squeeze=False)
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    backends = list(dict.fromkeys(row["backend"] for row in sized))
     for place, axis in enumerate(axes.flat):
         if place >= len(panels):
             axis.set_axis_off()
             continue
         name, mesh = panels[place]
         for number, backend in enumerate(backends):
-            of_line = [row for row in rows if (row["operation"], row["mesh"], row["backend"]) == (name, mesh, backend)]
+            of_line = [row for row in sized if (row["operation"], row["mesh"], row["backend"]) == (name, mesh, backend)]
             if of_line:
                 style = (
                     {"color": "black", "linestyle": ":", "zorder": 3} if backend == AUTO else {"color": f"C{number}"}
                 )
-                x, y = [max(row["bytes"], 1) for row in of_line], [row["median_us"] for row in of_line]
+                x, y = [row["bytes"] for row in of_line], [row["median_us"] for row in of_line]
                 axis.plot(x, y, label=backend, marker=".", **style)
-        axis.set(xscale="log", yscale="log", title=f"{name}, {mesh}", xlabel="bytes", ylabel="us (median)")
+        axis.set(xscale="log", yscale="log", title=name if one_mesh else f"{name}, {mesh}", ylabel="us (median)")
+        axis.set_xticks(shown, [size_text(size) for size in shown])
+        axis.set_xticks([], minor=True)
         axis.grid(visible=True, which="major", alpha=0.3)
-    axes.flat[0].legend()
+        axis.legend(fontsize="small")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
