@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import itertools
 import json
@@ -11,6 +12,7 @@ import secrets
 import select
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch._C._distributed_c10d import Store
@@ -47,6 +49,8 @@ def make_segment(
         finally:
             store.set(f"{key}/{rank}", "has tried to open it")
     path = FOLDER / f"mcrdl_{secrets.token_hex(12)}"
+    remove = partial(path.unlink, missing_ok=True)
+    atexit.register(remove)  # a process that ends while a thread still waits here
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         choice = allocate(descriptor, size, choices)
@@ -57,7 +61,8 @@ def make_segment(
         os.close(descriptor)
         raise
     finally:
-        path.unlink()  # from now on it lives as long as the processes that have it open
+        remove()  # from now on it lives as long as the processes that have it open
+        atexit.unregister(remove)
     return descriptor, choice
 
 
