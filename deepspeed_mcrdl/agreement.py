@@ -19,6 +19,7 @@ from deepspeed_mcrdl.messages import logger
 from deepspeed_mcrdl.routing.shelf import Found, find_table
 from deepspeed_mcrdl.routing.table import Fingerprint, Table
 from deepspeed_mcrdl.stores import exchange, from_rank_0
+from deepspeed_mcrdl.transforms.compression.policy import why_no_codec
 from deepspeed_mcrdl.transforms.hierarchical import pairs
 
 
@@ -37,10 +38,14 @@ def agree(config: MCRDLConfig, job: Job) -> tuple[dict[str, Backend], dict[str, 
     report = {
         "config": config.model_dump(mode="json"),
         "unusable": unusable,
+        "codec": why_no_codec(config.compression),
         "versions": {name: cls.version() for name, cls in classes.items() if name not in unusable},
     }
     reports = exchange(job.quick_store, "agreement", job.rank, job.world_size, report, job.start_timeout_s)
     _require_same_config([report["config"] for report in reports])
+    for rank, report in enumerate(reports):
+        if report["codec"] is not None:
+            raise ConfigError(f"rank {rank}: {report['codec']}")
     left_out = _first_reasons([report["unusable"] for report in reports])
     for name in classes:
         versions = [report["versions"].get(name) for report in reports]

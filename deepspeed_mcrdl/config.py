@@ -217,6 +217,41 @@ class FusionBlock(Block):
         return self
 
 
+class Compression(Block):
+    """Which calls are sent in fewer bytes, and by what codec. See docs/COMPRESSION.md before switching it on."""
+
+    codec: str | None = Field(default=None, description="name of a codec; null: nothing is compressed")
+    options: dict[str, float] = Field(default={}, description='what the codec is made with, such as {"ratio": 0.01}')
+    groups: tuple[str, ...] = Field(default=("data_parallel",), description="kinds of groups whose calls it is for")
+    operations: tuple[Literal["all_reduce", "all_to_all_single"], ...] = Field(
+        default=("all_reduce",),
+        description="all_reduce: sums and averages; all_to_all_single: even blocks",
+    )
+    min_bytes: int = Field(
+        default=65536, ge=4096, description="smaller tensors are left as they are, such as norms and losses"
+    )
+    mode: Literal["plan", "on"] = Field(
+        default="plan", description='"plan": only where measured costs predict that it is faster; "on": always'
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="steps of the optimizer with gradients as they are, before they are compressed"
+    )
+    lossy_activations: bool = Field(
+        default=False, description="whether all_to_all_single may lose more than a cast to 16 bits does"
+    )
+    feedback_bytes: int = Field(
+        default=2**30, ge=0, description="the most that error feedback may keep on a rank for each group"
+    )
+
+    @field_validator("groups")
+    @classmethod
+    def _known_kinds(cls, groups: tuple[str, ...]) -> tuple[str, ...]:
+        for kind in groups:
+            if kind not in KINDS:
+                raise ValueError(f'unknown kind of group "{kind}".{suggest(kind, KINDS)}')
+        return groups
+
+
 class MCRDLConfig(Block):
     """The "mcrdl" block."""
 
@@ -229,6 +264,7 @@ class MCRDLConfig(Block):
     fusion: FusionBlock | None = Field(
         default=None, description="carry small calls together; {}: with the defaults; null: don't"
     )
+    compression: Compression = Compression()
     timeout_s: float | None = Field(
         default=None,
         gt=0,

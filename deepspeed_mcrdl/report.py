@@ -11,12 +11,14 @@ import torch
 
 from deepspeed_mcrdl.agreement import why_unusable
 from deepspeed_mcrdl.backends.base import installed
-from deepspeed_mcrdl.config import AUTO, BLOCK_KEY, NAME, SELECTING_KEY, MCRDLConfig, find, load, parts_of
+from deepspeed_mcrdl.config import AUTO, BLOCK_KEY, NAME, SELECTING_KEY, Compression, MCRDLConfig, find, load, parts_of
 from deepspeed_mcrdl.errors import ConfigError, MCRDLError, suggest
 from deepspeed_mcrdl.operations import BARRIER, OPERATIONS
 from deepspeed_mcrdl.routing.router import ONE_HOST, Key, Router, size_label
 from deepspeed_mcrdl.routing.shelf import find_table
 from deepspeed_mcrdl.routing.table import Fingerprint, Lookup, read_table
+from deepspeed_mcrdl.transforms.compression import codec as codecs
+from deepspeed_mcrdl.transforms.compression.policy import described, why_no_codec
 from deepspeed_mcrdl.transforms.hierarchical import pairs
 
 _PACKAGES = ("deepspeed-mcrdl", "deepspeed", "torch", "mpi4py", "mpich", "pydantic")
@@ -38,6 +40,12 @@ def report() -> str:
     for name, cls in backends.items():
         reason = why_unusable(cls)
         lines.append(f"{name:6} {f'usable: {cls.version()}' if reason is None else f'not usable: {reason}'}")
+    try:
+        lacks = {name: why_no_codec(Compression(codec=name)) for name in codecs.installed()}
+    except MCRDLError as error:
+        return "\n".join([*lines, f"codecs: {error}"])
+    lines += ["", f"codecs: {', '.join(name for name, lack in lacks.items() if lack is None)}"]
+    lines += [lack for lack in lacks.values() if lack is not None]
     return "\n".join(lines)
 
 
@@ -46,10 +54,12 @@ class Routes(NamedTuple):
 
     Attributes:
         table: the tuning table in force, in words.
+        compression: what is compressed, in words.
         rows: (operation, kind of group, mesh, sizes, backend, why) for float32 tensors in memory.
     """
 
     table: str
+    compression: str
     rows: list[tuple[str, str, str, str, str, str]]
 
 
@@ -79,7 +89,7 @@ def routes(path: str | None) -> Routes:
                     where = str(mesh) if found is not None else "any"
                     rows.append((operation.name, kind, where, sizes, decision.backend, decision.why))
     table = "none: `mcrdl tune` makes one" if found is None else f"{found.path} ({found.table.made})"
-    return Routes(table, rows)
+    return Routes(table, described(config.compression), rows)
 
 
 def _read(path: str) -> MCRDLConfig:
@@ -108,6 +118,9 @@ def validate(path: str) -> str:
             raise ConfigError(f'{path}: unknown backend "{name}" in "{BLOCK_KEY}".{suggest(name, [*known, AUTO])}')
     if config.tuning.table not in (None, AUTO):
         read_table(Path(config.tuning.table).expanduser())
+    lack = why_no_codec(config.compression)
+    if lack is not None:
+        raise ConfigError(f"{path}: {lack}")
     unusable = {name: reason for name in sorted(named) if (reason := why_unusable(known[name])) is not None}
     if unusable:
         raise ConfigError(f"{path}: {'; '.join(f'{name} is not usable here: {why}' for name, why in unusable.items())}")

@@ -41,6 +41,7 @@ from deepspeed_mcrdl.routing.table import Fingerprint, Lookup
 from deepspeed_mcrdl.safety import Call, MonitoredBarrier, Progress
 from deepspeed_mcrdl.stores import Patient, exchange, second_connection
 from deepspeed_mcrdl.streams import device_of
+from deepspeed_mcrdl.transforms.compression.policy import Policy
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
 from deepspeed_mcrdl.transforms.fusion import Fusion
 from deepspeed_mcrdl.transforms.hierarchical import Layouts, pairs
@@ -68,7 +69,7 @@ class Route(NamedTuple):
         method: called as method(group, *arguments); returns a Pending.
         group: the group of the call.
         check: run before every call, where the key alone does not vouch for the arguments.
-        backend: name of the backend.
+        backend: name of the backend, with the codec of compressed calls.
         collective: whether the call counts as a collective of its group.
         trial: what says at each call which of `choices` carries it, while backends are tried.
         choices: backend -> method.
@@ -132,9 +133,12 @@ class Runtime:
         layouts = Layouts(self.groups)
         classes = classes_of(self.backends)
         self.ways = self.backends | {
-            name: pair(self.backends, layouts, self._fitted) for name, pair in pairs(classes).items()
+            name: pair(self.backends, layouts, self.fitted) for name, pair in pairs(classes).items()
         }
         self.fusion = None if config.fusion is None else Fusion(config.fusion, self.groups, self.progress)
+        self.compression: Policy | None = None
+        if config.compression.codec is not None:
+            self.compression = Policy(config.compression, self.ways, self.groups, self.progress, self.join, self.fitted)
         self._close_at_exit = self.close
         atexit.register(self._close_at_exit)
         self.adopt(world)
@@ -271,23 +275,29 @@ class Runtime:
             wish, trial = trial.verdict.backend, None
         names = [self.router.decide(key, wish).backend] if trial is None else trial.candidates
         fused = self.fusion is not None and trial is None and self.fusion.takes(operation, group, args)
-        choices = {name: self._method(self.ways[name], operation, group, args, fused) for name in names}
+        found = {name: self._method(self.ways[name], operation, group, args, fused) for name in names}
+        choices = {name: method for name, (method, _) in found.items()}
         check = None if operation.checked_once(*args) else operation.check
-        return Route(choices[names[0]], group, check, names[0], operation.collective, trial, choices)
+        method, carried_by = found[names[0]]
+        return Route(method, group, check, carried_by, operation.collective, trial, choices)
 
     def _method(
         self, backend: Backend, operation: Operation, group: Group, args: tuple[Any, ...], fused: bool
-    ) -> Method:
-        """Return how `backend` carries calls like this one."""
+    ) -> tuple[Method, str]:
+        """Return how `backend` carries calls like this one, and what to call it."""
+        name = backend.name
         if operation.collective:
             self._join_all(backend, group)
         if self.fusion is not None and fused and self.fusion.able(backend):
             method = self.fusion.method(backend, operation, group)
         else:
-            method = self._fitted(backend, operation, group, args)
-        return method if self._checked is None else self._checked.around(operation, backend.name, method)
+            method = self.fitted(backend, operation, group, args)
+            if self.compression is not None:
+                key = key_of(operation, group, args)
+                method, name = self.compression.method(backend, operation, group, args, key) or (method, name)
+        return (method if self._checked is None else self._checked.around(operation, name, method)), name
 
-    def _fitted(self, backend: Backend, operation: Operation, group: Group, args: tuple[Any, ...]) -> Method:
+    def fitted(self, backend: Backend, operation: Operation, group: Group, args: tuple[Any, ...]) -> Method:
         """Return the backend's method for arguments like these, with what they need before and after."""
         method = backend.method(operation, group, args)
         inputs, outputs = operation.tensors(*args)
@@ -330,11 +340,12 @@ class Runtime:
 
     def _join_all(self, backend: Backend, group: Group) -> None:
         """Make the communicators of a group in a backend, that of its fused calls included."""
-        self._join(backend, group)
+        self.join(backend, group)
         if self.fusion is not None and group.size > 1 and self.fusion.able(backend) and not backend.misfit(group.mesh):
-            self._join(backend, self.fusion.group_of(backend, group))
+            self.join(backend, self.fusion.group_of(backend, group))
 
-    def _join(self, backend: Backend, group: Group) -> None:
+    def join(self, backend: Backend, group: Group) -> None:
+        """Make the communicator of a group in a backend, once; every member calls this."""
         if (backend.name, group) not in self._joined and backend.misfit(group.mesh) is None:
             what = f"the communicator of {group} in the backend {backend.name}"
             self.progress.run(lambda: backend.join(group), what)
@@ -353,6 +364,7 @@ class Runtime:
         group = self.groups.discard(torch_group)
         if group is not None:
             own = [] if self.fusion is None else self.fusion.leave(group)
+            own += [] if self.compression is None else self.compression.leave(group)
             for way in self.ways.values():
                 for left in (group, *own):
                     way.leave(left)
@@ -375,6 +387,8 @@ class Runtime:
             self.ignore(self._record)
             self._record.write()
             self._record = None
+        if self.compression is not None:
+            self.compression.close()
         if self.session is not None:
             self.ignore(self.session)
             self.session.close()
@@ -400,6 +414,8 @@ class Runtime:
 
     def _why(self, call: Call, args: tuple[Any, ...]) -> str:
         """Return why the backend of a call carries it."""
+        if call.backend not in self.ways:
+            return f"compressed: {self.compression}"
         decision = self.router.decide(key_of(call.operation, call.group, args))
         return decision.why if decision.backend == call.backend else "named in the call, or tried by online tuning"
 
@@ -419,6 +435,7 @@ class Runtime:
             fused = ", ".join(self.config.fusion.operations)
             lines.append(f"fused: {fused} up to {self.config.fusion.max_call_bytes} B, on CPU tensors")
         lines += [f"table: {self.table.path} ({self.table.table.made})" if self.table else "table: none"]
+        lines += [] if self.compression is None else [f"compression: {self.compression}"]
         return "\n  ".join(lines)
 
 

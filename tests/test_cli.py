@@ -12,11 +12,16 @@ def mcrdl(*args, **env):
     return launcher.run([str(launcher.BIN / "mcrdl"), *args], **env)
 
 
+def compression(block):
+    return {"comm_backend": "mcrdl", "mcrdl": {"compression": block}}
+
+
 def test_report_has_a_line_for_each_backend():
     run = mcrdl("report")
     assert run.status == 0
     assert [line for line in run.output.splitlines() if line.startswith(("mpi ", "gloo ", "nccl "))] != []
     assert "usable: MPICH" in run.output
+    assert run.lines("codecs: ")[0].startswith("bf16, dgc, fp16, graddrop, int8")
     assert "nccl   not usable" in run.output or "nccl   usable" in run.output
 
 
@@ -34,11 +39,12 @@ def test_the_map_in_force_is_shown_with_its_reasons(capsys, tmp_path):
     path = tmp_path / "ds_config.json"
     rule = [{"max_bytes": 4096, "backend": "mpi"}, {"backend": "gloo"}]
     block = {"routing": {"all_reduce": rule, "groups": {"expert_parallel": {"default": "gloo"}}}}
+    block["compression"] = {"codec": "int8"}
     path.write_text(json.dumps({"comm_backend": "mcrdl", "mcrdl": block}))
     assert cli.main(["report", "--routes", str(path)]) == 0
-    rows = [
-        [part.strip() for part in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines() if "│" in line
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[part.strip() for part in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert "compression: int8, all_reduce on data_parallel groups, from 65536 bytes where it is faster" in lines
     assert ["all_reduce", "world", "any", "up to 4096 B", "mpi", "routing.all_reduce, up to 4096 bytes"] in rows
     assert ["all_reduce", "world", "any", "above 4096 B", "gloo", "routing.all_reduce"] in rows
     assert ["barrier", "world", "any", "all", BACKENDS[0], "preference order"] in rows
@@ -50,7 +56,7 @@ def test_the_schema_is_json_schema(capsys):
     assert cli.main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert set(schema["properties"]) == {
-        *("backends", "routing", "tuning", "observe", "fusion", "timeout_s", "checked", "banner")
+        *("backends", "routing", "tuning", "observe", "fusion", "compression", "timeout_s", "checked", "banner")
     }
 
 
@@ -60,6 +66,12 @@ def test_the_schema_is_json_schema(capsys):
         ({"comm_backend": "mcrdl"}, 0, "right"),
         ({"comm_backend": "mcrdl", "mcrdl": {"backends": ["gloo"]}}, 0, "right"),
         ({"comm_backend": "mcrdl", "mcrdl": {"backends": ["glo"]}}, 2, 'Did you mean "gloo"'),
+        (compression({"codec": "int8"}), 0, "right"),
+        (compression({"codec": "int9"}), 2, 'unknown codec "int9" in "mcrdl.compression". Did you mean "int8"?'),
+        (compression({"codec": "dgc", "options": {"ration": 0.1}}), 2, 'no option "ration". Did you mean "ratio"?'),
+        (compression({"codec": "tbq", "options": {"threshold": 0}}), 2, "it must be above 0"),
+        (compression({"codec": "int8", "groups": ["data_paralel"]}), 2, 'Did you mean "data_parallel"?'),
+        (compression({"codec": "onebit", "operations": ["all_to_all_single"]}), 2, "needs error feedback"),
         ({"comm_backend": "mcrld"}, 2, 'Did you mean "mcrdl"'),
         ({"train_batch_size": 3}, 2, 'add "comm_backend": "mcrdl"'),
     ],

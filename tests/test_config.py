@@ -62,6 +62,11 @@ def test_a_whole_block():
             },
             r"out of order.*\[9, 8\]",
         ),
+        ({"compression": {"codek": "int8"}}, 'unknown key "codek".*"codec"'),
+        ({"compression": {"groups": ["data_paralel"]}}, 'unknown kind of group "data_paralel".*"data_parallel"'),
+        ({"compression": {"operations": ["broadcast"]}}, "mcrdl.compression.operations.*all_reduce"),
+        ({"compression": {"min_bytes": 100}}, "mcrdl.compression.min_bytes.*4096"),
+        ({"compression": {"mode": "auto"}}, "mcrdl.compression.mode.*'plan' or 'on'"),
         ("mpi", "mcrdl"),
     ],
 )

@@ -50,6 +50,7 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "destroy_group",
+    "end_step",
     "finalize",
     "gather",
     "gather_object",
@@ -162,6 +163,13 @@ def destroy_group(group: Any) -> None:
     """Free a group made by `new_group`; its members call this."""
     _runtime().forget(group)
     dist.destroy_process_group(group)
+
+
+def end_step() -> None:
+    """A training step is over. Error feedback of compressed calls needs it where no torch optimizer makes the step."""
+    compression = _runtime().compression
+    if compression is not None:
+        compression.compressed.identities.end_step()
 
 
 def synchronize() -> None:

@@ -121,8 +121,8 @@ def content(folder: Path) -> dict[str, Any]:
 
 
 def style_of(backend: str) -> str:
-    """Return the class of a backend's colour; a pair of backends has that of its first."""
-    name = backend.partition("+")[0]
+    """Return the class of a backend's colour; a pair of backends has that of its first, with a codec or without."""
+    name = backend.partition(" ")[0].partition("+")[0]
     return name if name in _COLOURS else "other"
 
 

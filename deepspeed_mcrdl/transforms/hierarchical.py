@@ -31,8 +31,7 @@ The steps of one call start one after the other, those of several calls on one g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -41,10 +40,8 @@ from deepspeed_mcrdl.backends.base import Backend, apart, divide, joined, spread
 from deepspeed_mcrdl.config import PAIR
 from deepspeed_mcrdl.groups import Group, Groups, Mesh
 from deepspeed_mcrdl.operations import Operation, counts
-from deepspeed_mcrdl.transforms.turns import Turn, Turns
+from deepspeed_mcrdl.transforms.turns import Fit, Step, Turns
 from deepspeed_mcrdl.work import Pending, Together
-
-Fit = Callable[[Backend, Operation, Group, tuple[Any, ...]], Callable[..., Pending]]
 
 # What an operation needs of the inner and of the outer backend.
 _NEEDS: dict[Operation, tuple[Sequence[Operation], Sequence[Operation]]] = {
@@ -59,44 +56,6 @@ _NEEDS: dict[Operation, tuple[Sequence[Operation], Sequence[Operation]]] = {
 }
 _DIRECT_BYTES = 64 * 1024  # of a block, from which on a copy costs more than a step for each host
 _PREFERENCE = 1000  # taken where a rule, a table or a trial says so
-
-
-class _Step(NamedTuple):
-    """One step of a call: an operation on a part of its group; `arguments` is called when it starts."""
-
-    backend: Backend
-    group: Group
-    operation: Operation
-    arguments: Callable[[], tuple[Any, ...]]
-
-
-class _Chain(Pending):
-    """A call in steps, then what makes its result of the last one's.
-
-    Args:
-        steps: the steps, each of which waits for the one before it.
-        finish: called once when all are done.
-    """
-
-    host_driven = True
-
-    def __init__(self, steps: Sequence[Turn], finish: Callable[[], object] | None) -> None:
-        self._steps = steps
-        self._finish = finish
-
-    def poll(self) -> bool:
-        # The others are polled by those that wait for them, so that no two threads do it at once.
-        if not self._steps[-1].poll():
-            self.yields_s = next(
-                step.yields_s for step in reversed(self._steps) if step.started or step is self._steps[0]
-            )
-            return False
-        if self._finish is not None:
-            self._finish()
-        return True
-
-    def block(self, limit_s: float) -> None:
-        self._steps[-1].block(limit_s)
 
 
 class Layout:
@@ -254,22 +213,14 @@ class Hierarchical(Backend):
     def close(self) -> None:
         """Its parts end by themselves."""
 
-    def _within(self, part: Group, operation: Operation, arguments: Callable[[], tuple[Any, ...]]) -> _Step:
-        return _Step(self._inner, part, operation, arguments)
+    def _within(self, part: Group, operation: Operation, arguments: Callable[[], tuple[Any, ...]]) -> Step:
+        return Step(self._inner, part, operation, arguments)
 
-    def _between(self, part: Group, operation: Operation, arguments: Callable[[], tuple[Any, ...]]) -> _Step:
-        return _Step(self._outer, part, operation, arguments)
+    def _between(self, part: Group, operation: Operation, arguments: Callable[[], tuple[Any, ...]]) -> Step:
+        return Step(self._outer, part, operation, arguments)
 
-    def _run(self, steps: Sequence[_Step], finish: Callable[[], object] | None = None) -> Pending:
-        turns: list[Turn] = []
-        for step in steps:
-            ready = turns[-1].poll if turns else _at_once
-            turns.append(self._layouts.turns.take(step[:2], partial(self._start, step), ready))
-        return _Chain(turns, finish)
-
-    def _start(self, step: _Step) -> Pending:
-        arguments = step.arguments()
-        return self._fit(step.backend, step.operation, step.group, arguments)(step.group, *arguments)
+    def _run(self, steps: Sequence[Step], finish: Callable[[], object] | None = None) -> Pending:
+        return self._layouts.turns.chain(self._fit, steps, finish)
 
     def all_reduce(self, group: Group, tensor: torch.Tensor, op: str) -> Pending:
         at = self._layouts.of(group)
@@ -318,7 +269,7 @@ class Hierarchical(Backend):
     def _gather_by_host(self, at: Layout, rows: torch.Tensor, column: torch.Tensor, own: torch.Tensor) -> Pending:
         """Gather the blocks of each host straight to their place, those of this host while others are on their way."""
 
-        def gather(part: Group, host: int, block: torch.Tensor) -> _Step:
+        def gather(part: Group, host: int, block: torch.Tensor) -> Step:
             return self._within(part, ops.ALL_GATHER_INTO_TENSOR, lambda: (rows[host], block))
 
         in_place = own.data_ptr() == rows[at.host].data_ptr() + at.inner.rank * own.numel()
@@ -441,10 +392,6 @@ def pairs(backends: Mapping[str, type[Backend]]) -> dict[str, type[Hierarchical]
             attributes = {"name": name, "devices": inner.devices, "inner": inner, "outer": outer}
             found[name] = type("Pair", (Hierarchical,), attributes)
     return found
-
-
-def _at_once() -> bool:
-    return True
 
 
 def _summed(op: str) -> str:

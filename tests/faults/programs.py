@@ -12,6 +12,7 @@ import torch.distributed as dist
 import deepspeed_mcrdl as mcrdl
 
 LIMIT_S = 1.5
+COMPRESSION = {"codec": "int8", "groups": ["world"], "mode": "on"}
 
 
 def start(**config):
@@ -76,12 +77,23 @@ def late_uncaught():
     mcrdl.all_reduce(torch.ones(4), backend="mpi")
 
 
+def late_compressed(mode):
+    """The last rank stays away from a compressed call; with "plan" from the first one, in which the ranks measure."""
+    rank, n = start(compression={**COMPRESSION, "mode": mode})
+    if mode == "on":
+        mcrdl.all_reduce(torch.ones(100_000), backend="mpi")
+    if rank == n - 1:
+        time.sleep(LIMIT_S + 3)
+        return
+    mcrdl.all_reduce(torch.ones(100_000), backend="mpi")
+
+
 def killed(phase):
     """The last rank is killed in a phase of its life, while the others are in a call that needs it."""
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank == n - 1 and phase == "start":
         threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    start()
+    start(**({"compression": COMPRESSION} if phase == "compressed" else {}))
     if rank == n - 1:
         if phase == "between":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -118,7 +118,22 @@ def test_a_process_with_a_late_call_ends_by_itself_with_one_sentence():
     assert time.monotonic() - began < 40
 
 
-@pytest.mark.parametrize("phase", [*PROMPT, "between"])
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        ("on", r"all_reduce #2 on .* by mpi \(int8\) was not done .* rank 2 did not arrive"),
+        ("plan", "communicator of group 'world/0 compressed int8 .* was not made within 1.5 s"),
+    ],
+)
+def test_a_rank_that_stays_away_from_a_compressed_call(mode, text):
+    results = Job("late_compressed", mode).wait(60)
+    for status, output in results[:2]:
+        assert status != 0
+        assert re.search(f"deepspeed_mcrdl: error: .*{text}", output), output
+        assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("phase", [*PROMPT, "compressed", "between"])
 def test_the_others_end_by_themselves_when_a_rank_is_killed(phase):
     job = Job("killed", phase)
     job.processes[2].wait(60)

@@ -23,6 +23,9 @@ PIECE = 256 * BLOCK
 # The smallest scale of codecs that divide by theirs: 2**16 divided by it is still finite in float32.
 SMALLEST = 2.0**-110
 
+# What rounding in float32 adds to the errors that codecs have, for an element of magnitude 1.
+ROUNDING = 1e-6
+
 
 class Blocked(Codec):
     """A codec whose payload is a float32 scale for each block, then a code for each element.
@@ -100,3 +103,8 @@ def scaled(flat: torch.Tensor, factors: torch.Tensor, out: torch.Tensor | None =
     if whole < flat.numel():
         torch.mul(flat[whole:], factors[-1:], out=out[whole:])
     return out
+
+
+def spread(numbers: torch.Tensor, numel: int) -> torch.Tensor:
+    """Return the number of its block for each of `numel` elements."""
+    return numbers.repeat_interleave(BLOCK)[:numel]

@@ -35,7 +35,8 @@ Layout = Sequence[tuple[torch.dtype, int]]
 class Codec(ABC):
     """One way to write a tensor in fewer bytes.
 
-    A subclass has `_layout`, `_encode` and `_decode`; the latter two get tensors that were checked and aren't empty.
+    A subclass has `_layout`, `_encode`, `_decode` and `_bound`; all but the first get tensors that were checked
+    and aren't empty.
 
     Class attributes:
         name: what a config calls it.
@@ -102,6 +103,11 @@ class Codec(ABC):
         if self._accepts(payload, accumulator):
             self._merge(accumulator, payload)
 
+    def bound(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the largest error that each element of a flat tensor can have when it is decoded, in float64."""
+        values = tensor.detach().double()
+        return self._bound(values) if values.numel() else values
+
     def check(self, tensor: torch.Tensor) -> None:
         """Raise a CallError unless this is a tensor that the codec encodes."""
         if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -123,6 +129,10 @@ class Codec(ABC):
     @abstractmethod
     def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
         """Write what the payload stands for to `out`."""
+
+    @abstractmethod
+    def _bound(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the largest error of each element of a float64 tensor."""
 
     def _merge(self, accumulator: torch.Tensor, payload: torch.Tensor) -> None:
         accumulator.add_(self.decode(payload, accumulator.numel(), accumulator.dtype))

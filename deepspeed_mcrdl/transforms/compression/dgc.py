@@ -41,3 +41,8 @@ class DGC(Sparse):
             if candidates.numel() >= kept:
                 return candidates[magnitudes[candidates].topk(kept, sorted=False).indices]
         return magnitudes.topk(kept, sorted=False).indices
+
+    def _bound(self, values: torch.Tensor) -> torch.Tensor:
+        size = values.abs()
+        smallest_kept = size.topk(self._kept(size.numel())).values[-1]
+        return size.masked_fill(size > smallest_kept, 0.0)

@@ -34,3 +34,6 @@ class GradDrop(Sparse):
         limit = sample.topk(math.ceil(self.ratio * sample.numel()), sorted=False).values.amin()
         # Not "at least t": NaN is kept.
         return (magnitudes < limit).logical_or_(magnitudes == 0).logical_not_().nonzero().view(-1)
+
+    def _bound(self, values: torch.Tensor) -> torch.Tensor:
+        return values.abs()

@@ -28,3 +28,7 @@ class Int8(blocks.Blocked):
     def read(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(codes.view(torch.int8))  # exact in every float dtype
         blocks.scaled(out, scales, out)
+
+    def _bound(self, values: torch.Tensor) -> torch.Tensor:
+        scales = blocks.per_block(values, blocks.largest).div_(LARGEST_CODE).clamp_min_(blocks.SMALLEST)
+        return blocks.spread(scales, values.numel()) * (0.5 + blocks.ROUNDING * LARGEST_CODE)

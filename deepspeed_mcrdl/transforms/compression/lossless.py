@@ -70,3 +70,6 @@ class Lossless(Codec):
         for plane, column in zip(planes, elements.unbind(1), strict=True):
             column.copy_(plane)
         out.copy_(host)
+
+    def _bound(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(values)

@@ -24,3 +24,8 @@ class OneBit(Levels):
 
     def quantise(self, flat: torch.Tensor, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
         return blocks.per_block(flat, lambda rows: rows.abs().mean(1)), (flat >= 0).view(torch.uint8)
+
+    def _bound(self, values: torch.Tensor) -> torch.Tensor:
+        size = values.abs()
+        means, most = (blocks.per_block(size, reduce) for reduce in (lambda rows: rows.mean(1), blocks.largest))
+        return (size - blocks.spread(means, size.numel())).abs() + blocks.ROUNDING * blocks.spread(most, size.numel())

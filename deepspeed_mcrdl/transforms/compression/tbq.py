@@ -42,3 +42,9 @@ class TBQ(Levels):
 
         limits = blocks.per_block(flat, limit)
         return limits, ternary(blocks.scaled(flat, limits.reciprocal()), 1.0)
+
+    def _bound(self, values: torch.Tensor) -> torch.Tensor:
+        limits = blocks.per_block(values, lambda rows: rows.square().mean(1).sqrt()).mul_(self.threshold)
+        limit, size = blocks.spread(limits, values.numel()), values.abs()
+        # Squares of numbers below 2**-63 are lost in float32.
+        return torch.maximum(limit, size - limit) + blocks.ROUNDING * size + 2.0**-73

@@ -31,3 +31,7 @@ class TernGrad(Levels):
         words.random_(-(2**63), None, generator=generator)
         draws = words.view(torch.int16)[: flat.numel()].float().add_(DRAWS / 2 + 0.5)
         return scales, ternary(blocks.scaled(flat, DRAWS / scales), draws)
+
+    def _bound(self, values: torch.Tensor) -> torch.Tensor:
+        most = blocks.per_block(values, blocks.largest).clamp_min_(blocks.SMALLEST)
+        return blocks.spread(most, values.numel())

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from deepspeed_mcrdl.transforms.compression.blocks import BLOCK, PIECE, SMALLEST
+from deepspeed_mcrdl.transforms.compression.blocks import BLOCK, PIECE
 from deepspeed_mcrdl.transforms.compression.codec import installed
 
 CODECS = installed()
@@ -45,29 +45,5 @@ def per_block(values, function):
 
 
 def bound(name, tensor):
-    """Return the largest error of each element that the codec's docstring allows, as float64."""
-    x = tensor.double()
-    size = x.abs()
-    if not x.numel():
-        return x
-    if name == "lossless":
-        return torch.zeros_like(x)
-    if name == "fp16":
-        return torch.where(size < 65520, size * 2**-11 + 2**-25, float("inf"))
-    if name == "bf16":
-        return size * 2**-8 + 2**-134
-    if name == "int8":
-        return per_block(size, lambda block: (block.max() / 127).clamp_min(SMALLEST)) * (0.5 + 1e-4)
-    if name == "onebit":
-        return (size - per_block(size, torch.mean)).abs() + 1e-6 * per_block(size, torch.max)
-    if name == "tbq":
-        limit = 0.9 * per_block(x, lambda block: block.square().mean().sqrt())
-        return torch.maximum(limit, size - limit) + 1e-6 * size + 1e-22
-    if name == "terngrad":
-        return per_block(size, torch.max).clamp_min(SMALLEST)
-    if name == "dgc":
-        smallest_kept = size.topk(-(-x.numel() // 100)).values[-1]
-        return torch.where(size > smallest_kept, 0.0, size)
-    if name == "graddrop":
-        return size
-    raise KeyError(name)
+    """Return the largest error of each element, as float64."""
+    return codec(name).bound(tensor)
