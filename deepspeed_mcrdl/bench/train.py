@@ -4,6 +4,9 @@ Every backend runs once a round, the order rotated between rounds, with the same
 runs (bit for bit on 2 ranks; to 1e-4 on more, where backends add in different orders); else no ratio is shown and the
 exit status is 1. A round's tokens/s is the tokens of a step by the median step time of the slowest rank; of DLRM, whose
 unit is the sample, the rows' tokens_per_s_* are samples/s.
+
+A codec after a config's name, such as auto+int8, adds "compression" to the config. Since codecs change losses, it is
+the held-out loss of these runs that must agree, within 2 % of the first run's.
 """
 
 from __future__ import annotations
@@ -27,16 +30,19 @@ from deepspeed_mcrdl.bench import options
 from deepspeed_mcrdl.bench.launch import free_port
 from deepspeed_mcrdl.bench.results import write_json
 from deepspeed_mcrdl.bench.workloads import WARM_UP_STEPS
+from deepspeed_mcrdl.config import BLOCK_KEY, Compression
 from deepspeed_mcrdl.errors import ConfigError, suggest
 from deepspeed_mcrdl.hosts import rate
 from deepspeed_mcrdl.machine import cores
 from deepspeed_mcrdl.shipped import folder
+from deepspeed_mcrdl.transforms.compression.policy import codec_of
 
 # A script without a folder is part of the package.
 WORKLOADS = {"moe": "moe_examples/train_moe.py", "gpt": "megatron_examples/train_gpt.py", "dlrm": "dlrm.py"}
 _UNITS = {"moe": "tokens/s", "gpt": "tokens/s", "dlrm": "samples/s"}
 STOCK = "stock"
 _LOSS_TOLERANCE = 1e-4
+_CODED_LOSS_TOLERANCE = 0.02  # of held-out losses
 _OUTPUT_LINES = 30
 _GRACE_S = 5.0
 _INTERRUPTED = 130  # what a shell reports for Ctrl-C
@@ -50,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--backends",
         type=options.names,
         default="stock,gloo,mpi,auto",
-        help="comma-separated: stock, or a config of the workload",
+        help="comma-separated: stock, or a config of the workload, with a codec or without: auto+int8",
     )
     parser.add_argument("--ranks", type=options.at_least(1), default=2)
     parser.add_argument(
@@ -86,7 +92,8 @@ def main(args: argparse.Namespace) -> int:
         print("mcrdl: interrupted", file=sys.stderr)
         return _INTERRUPTED
     summaries = [summarise(backend, runs[backend]) for backend in backends]
-    equal = losses_equal([run for backend in backends for run in runs[backend]])
+    plain = [run for backend in backends if not _parts(backend)[1] for run in runs[backend]]
+    equal = losses_equal(plain) and held_out_near(summaries)
     rows = make_rows(args.workload, args.preset, summaries, equal)
     print_tables(rows, summaries)
     if args.json:
@@ -163,8 +170,16 @@ def _communication(reports: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def held_out_near(summaries: Sequence[Summary]) -> bool:
+    """Return whether the held-out losses are within 2 % of the first one's."""
+    first = summaries[0].final_loss
+    return all(math.isclose(summary.final_loss, first, rel_tol=_CODED_LOSS_TOLERANCE) for summary in summaries)
+
+
 def losses_equal(reports: Sequence[dict[str, Any]]) -> bool:
     """Return whether all runs had the same losses on every rank: exactly on 2 ranks, else to 1e-4."""
+    if not reports:
+        return True
     first, *others = [[rank["losses"] for rank in report["ranks"]] for report in reports]
     if reports[0]["world_size"] <= 2:
         return all(other == first for other in others)
@@ -197,9 +212,9 @@ def make_rows(workload: str, preset: str, summaries: Sequence[Summary], equal: b
     ]
 
 
-def _ratio(summary: Summary, stock: Summary) -> float:
-    """Return the median over the rounds of tokens/s by those of stock in the same round."""
-    rounds = zip(summary.tokens_per_s, stock.tokens_per_s, strict=True)
+def _ratio(summary: Summary, other: Summary) -> float:
+    """Return the median over the rounds of tokens/s by those of another config in the same round."""
+    rounds = zip(summary.tokens_per_s, other.tokens_per_s, strict=True)
     return statistics.median(ours / theirs for ours, theirs in rounds)
 
 
@@ -229,6 +244,11 @@ def print_tables(rows: Sequence[dict[str, Any]], summaries: Sequence[Summary]) -
     if stock is not None and stock["losses_equal"]:
         bound = 1 / (1 - stock["communication_share"])
         console.print(f"If stock's communication took no time, the ratio would be {bound:.2f}.")
+    for summary in summaries:
+        name, codec = _parts(summary.backend)
+        plain = next((other for other in summaries if codec and other.backend == name), None)
+        if plain is not None and first["losses_equal"]:
+            console.print(f"{summary.backend} is {_ratio(summary, plain):.2f} times as fast as {name}.")
     detail = Table(title="communication of one rank in one step")
     for title in ("config", "operation", "carried by", "calls", "bytes", "ms"):
         detail.add_column(title, justify="right" if title in ("calls", "bytes", "ms") else "left")
@@ -247,9 +267,14 @@ def print_tables(rows: Sequence[dict[str, Any]], summaries: Sequence[Summary]) -
 
 def _usable(backends: list[str], workload: str) -> list[str]:
     for backend in backends:
-        if not _config(workload, backend).is_file():
+        name, codec = _parts(backend)
+        if not _config(workload, name).is_file():
             known = [path.stem.partition("_")[2] for path in folder("configs").glob(f"{workload}_*.json")]
-            raise ConfigError(f'there is no config for "{backend}".{suggest(backend, known)}')
+            raise ConfigError(f'there is no config for "{name}".{suggest(name, known)}')
+        if codec:
+            if name == STOCK:
+                raise ConfigError(f'"{backend}": stock DeepSpeed is without the plugin, which compresses')
+            codec_of(Compression(codec=codec))
     if STOCK in backends and _needs_compiler() and len(backends) > 1:
         print(
             "stock DeepSpeed is left out: on CPUs it compiles a kernel at its start, and there is no C++ compiler here",
@@ -271,6 +296,12 @@ def script_path(workload: str) -> Path:
     return (folder(place) if place else Path(__file__).parent / "workloads") / name
 
 
+def _parts(backend: str) -> tuple[str, str]:
+    """Return the name of a config, and of the codec after it."""
+    name, _, codec = backend.partition("+")
+    return name, codec
+
+
 def _config(workload: str, backend: str) -> Path:
     return folder("configs") / f"{workload}_{backend}.json"
 
@@ -284,7 +315,11 @@ def _run_all(args: argparse.Namespace, backends: list[str]) -> dict[str, list[di
             backend = backends[(place + number) % len(backends)]
             _progress(f"run {turn + 1} of {total}: {backend}" + _first_start_note(backend, number))
             report = Path(scratch, f"{backend}-{number}.json")
-            _run_one(args, backend, report)
+            name, codec = _parts(backend)
+            config = _config(args.workload, name)
+            if codec:
+                config = _with_codec(config, codec, Path(scratch, f"{args.workload}_{backend}.json"))
+            _run_one(args, backend, config, report)
             runs[backend].append(json.loads(report.read_text(encoding="utf-8")))
     return runs
 
@@ -297,11 +332,19 @@ def _first_start_note(backend: str, number: int) -> str:
     return " (stock DeepSpeed compiles a kernel at its first start on a machine, which takes about a minute)"
 
 
-def _run_one(args: argparse.Namespace, backend: str, report: Path) -> None:
+def _with_codec(config: Path, codec: str, path: Path) -> Path:
+    """Write the config with a codec to `path`."""
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    settings.setdefault(BLOCK_KEY, {})["compression"] = {"codec": codec}
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    return path
+
+
+def _run_one(args: argparse.Namespace, backend: str, config: Path, report: Path) -> None:
     command = [
         *_launcher(args),
         str(script_path(args.workload)),
-        *("--deepspeed_config", str(_config(args.workload, backend))),
+        *("--deepspeed_config", str(config)),
         *("--preset", args.preset, "--steps", str(args.steps), "--report", str(report)),
     ]
     process = subprocess.Popen(

@@ -57,6 +57,19 @@ def test_losses_must_agree_to_the_bit_on_two_ranks():
     assert not train.losses_equal([four[0], report(1, losses=(3.0, 2.51), world_size=4)])
 
 
+def test_a_codec_may_change_losses_by_two_percent():
+    plain = train.summarise("auto", [report(1)])
+    near, far = ({**report(1), "held_out": (5.5, loss)} for loss in (2.44, 2.46))
+    assert train.held_out_near([plain, train.summarise("auto+int8", [near])])
+    assert not train.held_out_near([plain, train.summarise("auto+int8", [far])])
+
+
+def test_a_codec_is_compared_with_its_config(capsys):
+    summaries = [train.summarise("auto", [report(0.2)]), train.summarise("auto+int8", [report(0.1)])]
+    train.print_tables(train.make_rows("gpt", "comm", summaries, equal=True), summaries)
+    assert "auto+int8 is 2.00 times as fast as auto." in capsys.readouterr().out
+
+
 def test_no_ratio_is_shown_where_losses_differ(capsys):
     summaries = [train.summarise("stock", [report(0.2)]), train.summarise("mpi", [report(0.1)])]
     rows = train.make_rows("moe", "comm", summaries, equal=False)
@@ -98,6 +111,8 @@ def test_a_real_benchmark_of_two_backends(tmp_path, workload, unit, limit):
     ("arguments", "text"),
     [
         (["--backends", "mixd"], 'there is no config for "mixd". Did you mean "mixed"?'),
+        (["--backends", "auto+int9"], 'unknown codec "int9" in "mcrdl.compression". Did you mean "int8"?'),
+        (["--backends", "stock+int8"], "stock DeepSpeed is without the plugin"),
         (["--workload", "mo"], "invalid choice"),
         (["--ranks", "0"], "'0' is not a whole number of 1 or more"),
         (["--steps", "3"], "'3' is not a whole number of 4 or more"),
@@ -143,7 +158,7 @@ def test_a_run_past_its_limit_is_ended_with_ranks_that_ignore_signals(tmp_path, 
     args = argparse.Namespace(ranks=2, hosts=1, workload="moe", preset="comm", steps=4, timeout=2.0)
     start = time.monotonic()
     with pytest.raises(train.RunFailed, match=r"the run with gloo was not done within 2 s; it printed last:\nstarted"):
-        train._run_one(args, "gloo", tmp_path / "report.json")
+        train._run_one(args, "gloo", train._config("moe", "gloo"), tmp_path / "report.json")
     assert time.monotonic() - start < 20
 
 
