@@ -18,7 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from deepspeed_mcrdl.errors import ConfigError, suggest
 from deepspeed_mcrdl.groups import KINDS
-from deepspeed_mcrdl.operations import ALL_GATHER_INTO_TENSOR, ALL_REDUCE, BROADCAST, REDUCE, RULE_NAMES
+from deepspeed_mcrdl.operations import (
+    ALL_GATHER_INTO_TENSOR,
+    ALL_REDUCE,
+    ALL_TO_ALL_SINGLE,
+    BROADCAST,
+    REDUCE,
+    RULE_NAMES,
+)
 
 SELECTING_KEY = "comm_backend"
 BLOCK_KEY = "mcrdl"
@@ -28,6 +35,8 @@ PAIR = "+"  # "shm+mpi": shm within hosts, mpi between them
 
 # The operations whose calls can be carried together.
 FUSABLE = tuple(operation.name for operation in (ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER_INTO_TENSOR))
+# The operations whose calls can be cut into chunks.
+CUTTABLE = tuple(operation.name for operation in (ALL_REDUCE, ALL_TO_ALL_SINGLE))
 
 # The command-line options by which DeepSpeed scripts are given their config.
 CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed", "--ds_config", "--deepspeed-config", "--ds-config")
@@ -197,7 +206,12 @@ class FusionBlock(Block):
         default=(ALL_REDUCE.name,), description=f"operations whose calls are fused, of {', '.join(FUSABLE)}"
     )
     max_call_bytes: int = Field(default=2**16, ge=0, description="larger calls go by themselves")
-    max_bytes: int = Field(default=2**20, ge=1, description="a bucket of so many bytes is sent")
+    max_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="a bucket of so many bytes is sent; null: what the tuning table says of the backend, which may be "
+        "that calls go by themselves, else 1 MiB",
+    )
     max_calls: int = Field(default=256, ge=1, description="a bucket of so many calls is sent")
 
     @field_validator("operations")
@@ -210,7 +224,7 @@ class FusionBlock(Block):
 
     @model_validator(mode="after")
     def _calls_fit(self) -> FusionBlock:
-        if self.max_call_bytes > self.max_bytes:
+        if self.max_bytes is not None and self.max_call_bytes > self.max_bytes:
             raise ValueError(
                 f'a call of "max_call_bytes" ({self.max_call_bytes}) does not fit into "max_bytes" ({self.max_bytes})'
             )
@@ -252,6 +266,29 @@ class Compression(Block):
         return groups
 
 
+class ChunkBlock(Block):
+    """Which calls are carried in chunks."""
+
+    operations: tuple[str, ...] = Field(
+        default=CUTTABLE, description=f"operations whose calls are cut, of {', '.join(CUTTABLE)}"
+    )
+    min_call_bytes: int = Field(default=2**20, ge=0, description="smaller calls go whole")
+    max_bytes: int | None = Field(
+        default=None,
+        ge=4096,
+        description="size of a chunk; null: what the tuning table says of the backend, else 1 MiB by pairs of backends "
+        "and no chunks by single ones",
+    )
+
+    @field_validator("operations")
+    @classmethod
+    def _cuttable(cls, operations: tuple[str, ...]) -> tuple[str, ...]:
+        for name in operations:
+            if name not in CUTTABLE:
+                raise ValueError(f'calls of "{name}" can\'t be cut.{suggest(name, CUTTABLE)}')
+        return operations
+
+
 class MCRDLConfig(Block):
     """The "mcrdl" block."""
 
@@ -265,6 +302,9 @@ class MCRDLConfig(Block):
         default=None, description="carry small calls together; {}: with the defaults; null: don't"
     )
     compression: Compression = Compression()
+    chunk: ChunkBlock | None = Field(
+        default=None, description="carry large calls in chunks; {}: with the defaults; null: don't"
+    )
     timeout_s: float | None = Field(
         default=None,
         gt=0,

@@ -33,7 +33,7 @@ from deepspeed_mcrdl.observe.log import timed
 from deepspeed_mcrdl.observe.record import ENVIRONMENT as RECORD
 from deepspeed_mcrdl.observe.record import CallRecord
 from deepspeed_mcrdl.observe.session import Session, WaitClock
-from deepspeed_mcrdl.operations import Operation
+from deepspeed_mcrdl.operations import ALL_TO_ALL, Operation
 from deepspeed_mcrdl.routing.memory import Memory
 from deepspeed_mcrdl.routing.online import Online, Trial, Verdict
 from deepspeed_mcrdl.routing.router import Key, Router
@@ -41,6 +41,7 @@ from deepspeed_mcrdl.routing.table import Fingerprint, Lookup
 from deepspeed_mcrdl.safety import Call, MonitoredBarrier, Progress
 from deepspeed_mcrdl.stores import Patient, exchange, second_connection
 from deepspeed_mcrdl.streams import device_of
+from deepspeed_mcrdl.transforms.chunk import Chunks
 from deepspeed_mcrdl.transforms.compression.policy import Policy
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
 from deepspeed_mcrdl.transforms.fusion import Fusion
@@ -135,15 +136,19 @@ class Runtime:
         self.ways = self.backends | {
             name: pair(self.backends, layouts, self.fitted) for name, pair in pairs(classes).items()
         }
-        self.fusion = None if config.fusion is None else Fusion(config.fusion, self.groups, self.progress)
-        self.compression: Policy | None = None
+        self.table = agree_on_table(config, quick_store, rank, world_size, self.backends, timeout_s)
+        table = Lookup(self.table.table) if self.table else None
+        self.fusion = self.chunks = self.compression = None
+        if config.fusion is not None:
+            self.fusion = Fusion(config.fusion, table, self.groups, self.progress)
+        if config.chunk is not None:
+            self.chunks = Chunks(config.chunk, table, self.groups, self.progress, self.fitted)
         if config.compression.codec is not None:
             self.compression = Policy(config.compression, self.ways, self.groups, self.progress, self.join, self.fitted)
         self._close_at_exit = self.close
         atexit.register(self._close_at_exit)
         self.adopt(world)
-        self.table = agree_on_table(config, quick_store, rank, world_size, self.backends, timeout_s)
-        self.router = Router(config.routing, classes_of(self.ways), Lookup(self.table.table) if self.table else None)
+        self.router = Router(config.routing, classes_of(self.ways), table)
         self.monitored_barrier = MonitoredBarrier(self.groups, self.progress)
         if config.tuning.mode == "online":
             self._online, self._memory = self._tune_online(quick_store)
@@ -288,13 +293,17 @@ class Runtime:
         name = backend.name
         if operation.collective:
             self._join_all(backend, group)
-        if self.fusion is not None and fused and self.fusion.able(backend):
+        if self.fusion is not None and fused and self.fusion.able(backend, group):
             method = self.fusion.method(backend, operation, group)
         else:
-            method = self.fitted(backend, operation, group, args)
+            compressed = cut = None
             if self.compression is not None:
-                key = key_of(operation, group, args)
-                method, name = self.compression.method(backend, operation, group, args, key) or (method, name)
+                compressed = self.compression.method(backend, operation, group, args, key_of(operation, group, args))
+            if compressed is None and self.chunks is not None:
+                cut = self.chunks.method(backend, operation, group, args)
+            method, name = compressed or (cut or self.fitted(backend, operation, group, args), name)
+        if self.chunks is not None and operation.family == ALL_TO_ALL.family:
+            method = self.chunks.first(method)
         return (method if self._checked is None else self._checked.around(operation, name, method)), name
 
     def fitted(self, backend: Backend, operation: Operation, group: Group, args: tuple[Any, ...]) -> Method:
@@ -339,10 +348,12 @@ class Runtime:
             self._join_all(way, self.groups.of(torch_group))
 
     def _join_all(self, backend: Backend, group: Group) -> None:
-        """Make the communicators of a group in a backend, that of its fused calls included."""
+        """Make the communicators of a group in a backend, those of its fused calls and of chunks included."""
         self.join(backend, group)
-        if self.fusion is not None and group.size > 1 and self.fusion.able(backend) and not backend.misfit(group.mesh):
+        if self.fusion is not None and self.fusion.able(backend, group):
             self.join(backend, self.fusion.group_of(backend, group))
+        for own in () if self.chunks is None else self.chunks.groups_of(backend, group):
+            self.join(backend, own)
 
     def join(self, backend: Backend, group: Group) -> None:
         """Make the communicator of a group in a backend, once; every member calls this."""
@@ -365,6 +376,7 @@ class Runtime:
         if group is not None:
             own = [] if self.fusion is None else self.fusion.leave(group)
             own += [] if self.compression is None else self.compression.leave(group)
+            own += [] if self.chunks is None else self.chunks.leave(group)
             for way in self.ways.values():
                 for left in (group, *own):
                     way.leave(left)
@@ -396,6 +408,9 @@ class Runtime:
         fusion, self.fusion = self.fusion, None
         if fusion is not None:
             fusion.close()
+        chunks, self.chunks = self.chunks, None
+        if chunks is not None:
+            chunks.close()
         ways, self.ways, self.backends = self.ways, {}, {}
         self._routes.clear()
         for way in reversed(ways.values()):
@@ -434,6 +449,9 @@ class Runtime:
         if self.config.fusion is not None:
             fused = ", ".join(self.config.fusion.operations)
             lines.append(f"fused: {fused} up to {self.config.fusion.max_call_bytes} B, on CPU tensors")
+        if self.config.chunk is not None:
+            cut = ", ".join(self.config.chunk.operations)
+            lines.append(f"in chunks: {cut} from {self.config.chunk.min_call_bytes} B, on CPU tensors")
         lines += [f"table: {self.table.path} ({self.table.table.made})" if self.table else "table: none"]
         lines += [] if self.compression is None else [f"compression: {self.compression}"]
         return "\n  ".join(lines)

@@ -56,7 +56,8 @@ def test_the_schema_is_json_schema(capsys):
     assert cli.main(["schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert set(schema["properties"]) == {
-        *("backends", "routing", "tuning", "observe", "fusion", "compression", "timeout_s", "checked", "banner")
+        *("backends", "routing", "tuning", "observe", "fusion", "chunk", "compression", "timeout_s", "checked"),
+        "banner",
     }
 
 

@@ -26,11 +26,11 @@ from deepspeed_mcrdl.bench.results import write_json
 from deepspeed_mcrdl.config import FusionBlock
 from deepspeed_mcrdl.operations import ALL_REDUCE
 from deepspeed_mcrdl.runtime import Runtime
+from deepspeed_mcrdl.transforms.fusion import MAX_BYTES
 
 _WAYS = _APART, _FUSED = "apart", "fused"
 _PAYS = 1.1  # a smaller gain is within the noise
 _TIMEOUT_S = 600.0
-_DEFAULTS = FusionBlock()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes", type=options.sizes, default="256,4K,16K,64K", help="bytes of a call: 256,4K or 1K:64K"
     )
     parser.add_argument("--calls", type=options.at_least(1), default=256, help="calls in a round (default: 256)")
-    for name in ("max_bytes", "max_calls"):
-        default = getattr(_DEFAULTS, name)
+    for name, default in (("max_bytes", MAX_BYTES), ("max_calls", FusionBlock().max_calls)):
         text = f'"{name}" of the "fusion" block (default: {default})'
         parser.add_argument(f"--{name.replace('_', '-')}", type=options.at_least(1), default=default, help=text)
     parser.add_argument("--rounds", type=options.at_least(1), default=15, help="rounds of each kind (default: 15)")

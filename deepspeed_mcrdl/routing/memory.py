@@ -87,7 +87,14 @@ class Memory:
         lines = {(e.operation, e.dtype, e.device, e.mesh) for e in learned}
         kept = self._start.entries if self._start is not None else ()
         older = [e for e in kept if (e.operation, e.dtype, e.device, e.mesh) not in lines]
-        return Table(made=today(), how="online tuning", fingerprint=self._fingerprint, entries=(*learned, *older))
+        return Table(
+            made=today(),
+            how="online tuning",
+            fingerprint=self._fingerprint,
+            entries=(*learned, *older),
+            buckets=self._start.buckets if self._start is not None else (),
+            chunks=self._start.chunks if self._start is not None else (),
+        )
 
 
 def _entry(operation: str, dtype: str, device: str, mesh: Mesh, line: _Line) -> Entry:

@@ -20,19 +20,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from deepspeed_mcrdl.backends.base import Backend
-from deepspeed_mcrdl.config import SizeRule, check_size_list
+from deepspeed_mcrdl.config import CUTTABLE, SizeRule, check_size_list
 from deepspeed_mcrdl.errors import TableError
 from deepspeed_mcrdl.groups import Mesh
 from deepspeed_mcrdl.machine import cores, cpu_model, gpu_model
 from deepspeed_mcrdl.operations import OPERATIONS, Operation
 
-VERSION = 1
+VERSION = 2  # 1: without buckets and chunks
 _ANY = "any"
 _FALLBACK_CLASS = "float"
 _CLASSES = ("float", "half", "integer", "complex")
@@ -130,20 +130,43 @@ class Entry(_Model):
         best = min(medians, key=lambda m: (abs(_log(m.bytes) - _log(size or 0)), m.median_us))
         return best.backend, f"table, {wanted} can't"
 
-    def distance(self, mesh: Mesh) -> tuple[float, ...]:
-        """Return how far this entry is from `mesh`; ties are broken for the smaller group."""
-        mine, other = _shape(self.mesh), _shape(mesh)
-        return (*(abs(_log(a) - _log(b)) for a, b in zip(mine, other, strict=True)), *mine)
+
+class Bucket(_Model):
+    """How large the buckets of fused calls by a backend are to be."""
+
+    backend: str
+    mesh: Mesh
+    max_bytes: int | None = Field(ge=1, description="null: such calls are faster by themselves")
+    gain: float = Field(gt=0, description="how many times as fast as by themselves the calls measured were")
+
+
+class Chunk(_Model):
+    """How large the chunks are to be that a backend carries large calls of an operation in."""
+
+    operation: str
+    backend: str
+    mesh: Mesh
+    max_bytes: int | None = Field(ge=4096, description="null: such calls are not slower whole")
+    gain: float = Field(gt=0, description="how many times as fast as whole the calls measured were")
+
+    @field_validator("operation")
+    @classmethod
+    def _cuttable(cls, name: str) -> str:
+        if name not in CUTTABLE:
+            raise ValueError(f'calls of "{name}" can\'t be cut')
+        return name
 
 
 class Table(_Model):
     """What `mcrdl tune` writes."""
 
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
     made: str = Field(description="date")
     how: str = Field(description="the command or job that made it")
     fingerprint: Fingerprint
     entries: tuple[Entry, ...]
+    buckets: tuple[Bucket, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -157,6 +180,8 @@ class Table(_Model):
         part.replace(path)
 
 
+Measured = TypeVar("Measured", Entry, Bucket, Chunk)
+
 TABLE_NAMES = frozenset(table_name(operation) for operation in OPERATIONS.values())
 
 
@@ -168,6 +193,7 @@ class Lookup:
     """
 
     def __init__(self, table: Table) -> None:
+        self._table = table
         self._entries: dict[tuple[str, str], list[Entry]] = defaultdict(list)
         for entry in table.entries:
             self._entries[entry.operation, entry.device].append(entry)
@@ -177,10 +203,19 @@ class Lookup:
         entries = self._entries.get((table_name(operation), device or "cpu"), [])
         wanted = dtype_class(operation, dtype)
         for kind in dict.fromkeys((wanted, _ANY if wanted == _ANY else _FALLBACK_CLASS)):
-            near = [e for e in entries if e.dtype == kind and (e.mesh.nodes > 1) == (mesh.nodes > 1)]
-            if near:
-                return min(near, key=lambda e: e.distance(mesh))
+            near = _nearest([entry for entry in entries if entry.dtype == kind], mesh)
+            if near is not None:
+                return near
         return None
+
+    def bucket(self, backend: str, mesh: Mesh) -> Bucket | None:
+        """Return what was measured of fused calls by a backend, None if nothing was."""
+        return _nearest([bucket for bucket in self._table.buckets if bucket.backend == backend], mesh)
+
+    def chunk(self, operation: Operation, backend: str, mesh: Mesh) -> Chunk | None:
+        """Return what was measured of calls in chunks by a backend, None if nothing was."""
+        what = operation.name, backend
+        return _nearest([chunk for chunk in self._table.chunks if (chunk.operation, chunk.backend) == what], mesh)
 
 
 def parse_table(text: str, path: str) -> Table:
@@ -233,6 +268,18 @@ def _step(steps: Sequence[SizeRule], size: int) -> tuple[str, str]:
             return step.backend, f"up to {step.max_bytes} bytes"
     above = f"above {steps[-2].max_bytes} bytes" if len(steps) > 1 else "all sizes"
     return steps[-1].backend, above
+
+
+def _nearest(measured: Sequence[Measured], mesh: Mesh) -> Measured | None:
+    """Return what is nearest to `mesh`, of one host or of several as it is; of two equally near the smaller group."""
+
+    near = [one for one in measured if (one.mesh.nodes > 1) == (mesh.nodes > 1)]
+    return min(near, key=lambda one: _distance(one.mesh, mesh), default=None)
+
+
+def _distance(measured: Mesh, mesh: Mesh) -> tuple[float, ...]:
+    mine, other = _shape(measured), _shape(mesh)
+    return (*(abs(_log(a) - _log(b)) for a, b in zip(mine, other, strict=True)), *mine)
 
 
 def _shape(mesh: Mesh) -> tuple[int, int, int]:

@@ -27,9 +27,11 @@ from deepspeed_mcrdl.backends.base import Backend, spread
 from deepspeed_mcrdl.config import FusionBlock
 from deepspeed_mcrdl.groups import Group, Groups
 from deepspeed_mcrdl.operations import Operation
+from deepspeed_mcrdl.routing.table import Lookup
 from deepspeed_mcrdl.safety import Progress
 from deepspeed_mcrdl.work import DONE, Pending
 
+MAX_BYTES = 2**20  # of a bucket, where neither config nor table says
 _OTHERS_AT_END_S = 5.0
 _ALIGNMENT = 64  # bytes, of each kind's place in a lane's buffer
 _HEADER_OP = "min"
@@ -139,7 +141,8 @@ class _Lane:
     Args:
         backend: the backend.
         group: a Group of the same ranks that has no other calls by it.
-        limits: when a bucket is full.
+        max_bytes: a bucket of so many bytes is full,
+        max_calls: and one of so many calls.
         progress: what drives the lane while it has calls.
 
     Attributes:
@@ -147,8 +150,9 @@ class _Lane:
         operations: how many operations have carried calls, headers not counted.
     """
 
-    def __init__(self, backend: Backend, group: Group, limits: FusionBlock, progress: Progress) -> None:
-        self._backend, self._group, self._limits, self._progress = backend, group, limits, progress
+    def __init__(self, backend: Backend, group: Group, max_bytes: int, max_calls: int, progress: Progress) -> None:
+        self._backend, self._group, self._progress = backend, group, progress
+        self._max_bytes, self._max_calls = max_bytes, max_calls
         self._entry = threading.RLock()  # of what `issue` changes; nothing under it blocks
         self._held: deque[_Call] = deque()
         self._issued = self._asked = self._taken = 0
@@ -176,7 +180,7 @@ class _Lane:
                 self._watched = True
                 self._progress.watch(self)
             unasked = self._issued - self._asked
-            full = unasked >= self._limits.max_calls or self._unasked_bytes >= self._limits.max_bytes
+            full = unasked >= self._max_calls or self._unasked_bytes >= self._max_bytes
         if full:
             self.send()
         return call
@@ -231,7 +235,7 @@ class _Lane:
         with self._entry:
             for number, call in enumerate(self._held):
                 size += call.bytes
-                if number == self._limits.max_calls or (number and size > self._limits.max_bytes):
+                if number == self._max_calls or (number and size > self._max_bytes):
                     return number
             return len(self._held)
 
@@ -272,12 +276,14 @@ class Fusion:
 
     Args:
         limits: which calls are fused, and when a bucket is full.
+        table: the tuning table in use, if there is one.
         groups: the groups of the job.
         progress: who waits.
     """
 
-    def __init__(self, limits: FusionBlock, groups: Groups, progress: Progress) -> None:
-        self._limits, self._groups, self._progress = limits, groups, progress
+    def __init__(self, limits: FusionBlock, table: Lookup | None, groups: Groups, progress: Progress) -> None:
+        self._limits, self._table = limits, table
+        self._groups, self._progress = groups, progress
         self._own: dict[tuple[str, Group], Group] = {}
         self._lanes: dict[tuple[str, Group], _Lane] = {}
         progress.hold(self._send)
@@ -290,10 +296,18 @@ class Fusion:
         on_host = all(tensor.device.type == "cpu" for tensor in (*inputs, *outputs))
         return on_host and operation.size(group, *args) <= self._limits.max_call_bytes
 
-    @staticmethod
-    def able(backend: Backend) -> bool:
-        """Return whether `backend` can carry the headers of host memory's calls."""
-        return backend.lacks(ops.ALL_REDUCE, torch.int64, "cpu", _HEADER_OP) is None
+    def able(self, backend: Backend, group: Group) -> bool:
+        """Return whether `backend` is to carry fused calls of `group` and can, headers too; all ranks say the same."""
+        can = backend.lacks(ops.ALL_REDUCE, torch.int64, "cpu", _HEADER_OP) is None
+        can = can and group.size > 1 and backend.misfit(group.mesh) is None
+        return can and self._max_bytes(backend, group) is not None
+
+    def _max_bytes(self, backend: Backend, group: Group) -> int | None:
+        """Return the size of a bucket; None: fused calls have been measured to be slower."""
+        if self._limits.max_bytes is not None:
+            return self._limits.max_bytes
+        entry = None if self._table is None else self._table.bucket(backend.name, group.mesh)
+        return MAX_BYTES if entry is None else entry.max_bytes
 
     def group_of(self, backend: Backend, group: Group) -> Group:
         """Return the Group whose communicator carries the calls of `group` that `backend` fuses; every member makes it.
@@ -311,7 +325,10 @@ class Fusion:
         key = backend.name, group
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = _Lane(backend, self.group_of(backend, group), self._limits, self._progress)
+            max_bytes, max_calls = self._max_bytes(backend, group), self._limits.max_calls
+            assert max_bytes is not None, "method() comes after able()"
+            own = self.group_of(backend, group)
+            lane = self._lanes[key] = _Lane(backend, own, max_bytes, max_calls, self._progress)
         issue = lane.issue
         return lambda group, *args: issue(operation, args)
 

@@ -133,7 +133,7 @@ def test_a_rank_that_stays_away_from_a_compressed_call(mode, text):
         assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("phase", [*PROMPT, "compressed", "between"])
+@pytest.mark.parametrize("phase", [*PROMPT, "compressed", "between", "chunks"])
 def test_the_others_end_by_themselves_when_a_rank_is_killed(phase):
     job = Job("killed", phase)
     job.processes[2].wait(60)

@@ -90,6 +90,31 @@ def test_a_backend_that_is_missing_gives_way_to_the_best_measured_one():
     assert look_up(made, (1, 2, 1), able={"nccl"}.__contains__) is None
 
 
+def test_buckets_and_chunks_of_the_nearest_mesh_speak_and_only_of_their_backend():
+    sizes = [((1, 2, 1), 65536), ((1, 8, 1), None), ((2, 2, 1), 4096)]
+    made = table(
+        buckets=[{"backend": "mpi", "mesh": entry(mesh)["mesh"], "max_bytes": size, "gain": 2} for mesh, size in sizes],
+        chunks=[
+            {"operation": "all_reduce", "backend": "mpi", "mesh": entry(mesh)["mesh"], "max_bytes": size, "gain": 2}
+            for mesh, size in sizes
+        ],
+    )
+    found = Lookup(parse_table(made.model_dump_json(), "a path"))
+    for mesh, size in (((1, 3, 1), 65536), ((1, 7, 1), None), ((4, 2, 1), 4096)):
+        assert found.bucket("mpi", Mesh(*mesh)).max_bytes == size
+        assert found.chunk(ops.ALL_REDUCE, "mpi", Mesh(*mesh)).max_bytes == size
+    assert found.bucket("gloo", Mesh(1, 2, 1)) is None
+    assert found.chunk(ops.ALL_REDUCE, "shm+mpi", Mesh(2, 2, 1)) is None
+    assert found.chunk(ops.ALL_TO_ALL_SINGLE, "mpi", Mesh(2, 2, 1)) is None
+
+
+def test_a_table_of_the_first_version_has_neither():
+    content = table(entry()).model_dump(mode="json", exclude={"buckets", "chunks"}) | {"version": 1}
+    old = parse_table(json.dumps(content), "a path")
+    assert (old.version, old.buckets, old.chunks) == (1, (), ())
+    assert look_up(old, (1, 2, 1))[0] == "mpi"
+
+
 def test_a_table_is_written_whole_and_read_again(tmp_path):
     made = table(entry())
     made.write(tmp_path / "t.json")
@@ -106,11 +131,22 @@ def test_a_table_is_written_whole_and_read_again(tmp_path):
         ('{"train_batch_size": 8}', 'no "entries"; `mcrdl tune` makes one'),
         (
             json.dumps({"version": 9, "entries": [], "surprise": 1}),
-            "of version 9; this deepspeed_mcrdl reads up to version 1",
+            "of version 9; this deepspeed_mcrdl reads up to version 2",
         ),
         (json.dumps(table().model_dump(mode="json") | {"entries": [entry(operation="all_reduxe")]}), "all_reduxe"),
         (json.dumps(table().model_dump(mode="json") | {"entries": [entry(steps=[])]}), "size list"),
         (json.dumps(table().model_dump(mode="json") | {"made_by": 1}), "made_by"),
+        (
+            json.dumps(
+                table().model_dump(mode="json")
+                | {
+                    "chunks": [
+                        {"operation": "barrier", "backend": "mpi", "mesh": entry()["mesh"], "max_bytes": 1, "gain": 1}
+                    ]
+                }
+            ),
+            "chunks.0",
+        ),
     ],
 )
 def test_what_is_no_table_is_said_with_its_path(text, message):

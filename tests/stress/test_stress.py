@@ -32,8 +32,8 @@ def _cell(runtime, group, shared, salt):
             return cell
 
 
-def _random_program(seed, count, fusion=None):
-    cdb = use({}, fusion=fusion)
+def _random_program(seed, count, fusion=None, chunk=None):
+    cdb = use({}, fusion=fusion, chunk=chunk)
     runtime, rank, n = cdb.runtime, cdb.get_rank(), cdb.get_world_size()
     shared, own = random.Random(seed), random.Random(f"{seed}/{rank}")
     everybody = list(range(n))
@@ -89,12 +89,21 @@ def test_short_random_programs_with_fused_calls(ranks, world_size, hosts, fusion
     ranks(world_size, hosts).run(_random_program, 1003, 500, fusion, timeout_s=120)
 
 
+@pytest.mark.parametrize("fusion", [None, {"operations": FUSABLE, "max_call_bytes": 2000}])
+@pytest.mark.parametrize("max_bytes", [4096, 50_000])
+@pytest.mark.parametrize(("world_size", "hosts"), [(2, ""), (4, "abba")])
+def test_short_random_programs_in_chunks(ranks, world_size, hosts, max_bytes, fusion):
+    chunk = {"max_bytes": max_bytes, "min_call_bytes": 0}
+    ranks(world_size, hosts).run(_random_program, 1004, 500, fusion, chunk, timeout_s=120)
+
+
 @pytest.mark.stress
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_long_random_programs(ranks, seed):
     fusion = {"operations": FUSABLE} if seed % 4 > 1 else None
-    ranks(4, "abba" if seed % 4 == 3 else "").run(_random_program, seed, 10_000, fusion, timeout_s=1400)
+    chunk = {"max_bytes": 10_000, "min_call_bytes": 0} if seed % 3 == 0 else None
+    ranks(4, "abba" if seed % 4 == 3 else "").run(_random_program, seed, 10_000, fusion, chunk, timeout_s=1400)
 
 
 def _groups_come_and_go(cycles):
