@@ -67,7 +67,7 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
     show.add_argument("--last", type=int, default=0, metavar="N", help="the last N calls of each rank, too")
     show.set_defaults(run=_show_flight)
 
-    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead, floor, fusion, compression")
+    bench = commands.add_parser("bench", help="benchmarks: train, ops, overhead, floor, fusion, chunk, compression")
     tune = commands.add_parser("tune", help="measure the backends and write the tuning table that jobs go by")
     if measures:  # these import torch, which the other commands need not wait for
         _add_benchmarks(bench.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK"))
@@ -76,7 +76,7 @@ def _parser(measures: bool) -> argparse.ArgumentParser:
 
 
 def _add_benchmarks(bench: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from deepspeed_mcrdl.bench import compression, floor, fusion, ops, overhead, train
+    from deepspeed_mcrdl.bench import chunk, compression, floor, fusion, ops, overhead, train
 
     for name, module, text in (
         ("train", train, "throughput of real training for each backend"),
@@ -84,6 +84,7 @@ def _add_benchmarks(bench: argparse._SubParsersAction[argparse.ArgumentParser]) 
         ("overhead", overhead, "what routing adds to a call"),
         ("floor", floor, "how near shared memory comes to copying alone"),
         ("fusion", fusion, "where it pays to carry small calls together"),
+        ("chunk", chunk, "where it pays to carry large calls in chunks"),
         ("compression", compression, "compressed all_reduce by codec and size: predicted, measured, and what it loses"),
     ):
         parser = bench.add_parser(name, help=text, description=module.__doc__)

@@ -35,15 +35,16 @@ def names(text: str) -> list[str]:
 def sizes(text: str) -> list[int]:
     """Return bytes: ``256,64K,1M``, or a range ``256:16M`` in steps of 4 times."""
     if ":" not in text:
-        return [_size(part) for part in text.split(",")]
-    first, last = (_size(part) for part in text.split(":", 1))
+        return [size(part) for part in text.split(",")]
+    first, last = (size(part) for part in text.split(":", 1))
     result = [first]
     while result[-1] * _RANGE_FACTOR <= last:
         result.append(result[-1] * _RANGE_FACTOR)
     return result
 
 
-def _size(text: str) -> int:
+def size(text: str) -> int:
+    """Return bytes: ``256``, ``64K`` or ``1M``."""
     found = re.fullmatch(r"([1-9]\d*)([KMG]?)", text.strip().upper())
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes such as 256, 64K or 16M")
