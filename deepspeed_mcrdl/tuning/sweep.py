@@ -19,7 +19,7 @@ import shlex
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,9 @@ from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.machine import process_age_s
 from deepspeed_mcrdl.messages import logger
 from deepspeed_mcrdl.routing.shelf import own_tables
-from deepspeed_mcrdl.routing.table import Entry, Fingerprint, Measurement, Table, today
+from deepspeed_mcrdl.routing.table import Bucket, Chunk, Entry, Fingerprint, Measurement, Table, today
 from deepspeed_mcrdl.runtime import Runtime, key_of
-from deepspeed_mcrdl.tuning import evidence
+from deepspeed_mcrdl.tuning import evidence, sizes
 from deepspeed_mcrdl.tuning.dry_run import dry_run
 from deepspeed_mcrdl.tuning.plan import Cell, coarse_first, from_record, grid
 
@@ -56,6 +56,7 @@ _FIRST_PASS = 0.35  # of the budget
 _VISITS, _VISITS_IF_UNUSUAL = 2, 3
 _LEAST_CELL_S, _MOST_CELL_S = 0.02, 0.5
 _AT_THE_END_S = 4.0  # for the last cell, writing the table and ending the job
+_SIZES, _MOST_SIZES_S = 0.1, 15.0  # of the budget, for buckets and chunks
 _MOST_SAMPLES = 2000
 _LEAST_RATIO = 2.0  # of neighbouring sizes between which another is measured
 _SAVE_EVERY_S = 5.0
@@ -108,7 +109,9 @@ def main(args: argparse.Namespace) -> int:
         cells = cells or grid(list(groups), names, args.dtypes, args.sizes)
         deadline = time.monotonic() + args.budget - (time.time() - float(os.environ[BEGAN])) - _AT_THE_END_S
         output = args.output or own_tables() / f"{runtime.world_size}-ranks.json"
-        sweep = _Sweep(runtime, groups)
+        sizes_s = min(_SIZES * args.budget, _MOST_SIZES_S)
+        deadline -= sizes_s
+        sweep = _Sweep(runtime, groups, sizes_s)
         if runtime.rank != 0:
             sweep.follow()
             return 0
@@ -118,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
         if wrong:
             print(f"mcrdl: error: wrong results, so no table is written: {'; '.join(wrong)}", file=sys.stderr)
             return 1
-        table = conductor.table(runtime)
+        table = conductor.table(runtime, sweep.sizes)
         table.write(output)
         conductor.partial.remove()
         _print(table, output)
@@ -128,10 +131,12 @@ def main(args: argparse.Namespace) -> int:
 class _Sweep:
     """Measures cells on all ranks at once, told by rank 0 which."""
 
-    def __init__(self, runtime: Runtime, groups: Mapping[str, Group]) -> None:
+    def __init__(self, runtime: Runtime, groups: Mapping[str, Group], sizes_s: float) -> None:
         self._runtime = runtime
+        self._sizes_s = sizes_s  # after the deadline, for buckets and chunks
         self._groups = groups
         self._meters = {mesh: Meter(runtime, group) for mesh, group in groups.items()}
+        self.sizes: list[Bucket | Chunk] = []
 
     def lead(self, conductor: Conductor, deadline: float) -> list[str]:
         """Measure until the conductor is content or time is over; return what gave wrong results. For rank 0."""
@@ -144,15 +149,28 @@ class _Sweep:
                 samples, faults = self._measure(*self._tell((cell, seconds)))
                 conductor.take(cell, samples)
                 wrong += [f"{cell.name} of {cell.size} bytes by {name}" for name, count in faults.items() if count]
+            for what in sizes.what(self._runtime):
+                if time.monotonic() > deadline + self._sizes_s:
+                    logger.info("no time was left to measure buckets and chunks from %s by %s on", *what)
+                    break
+                show("buckets and chunks", time.monotonic() - began)
+                self._take(sizes.measure(self._runtime, *self._tell(what)))
         self._tell(None)
         return wrong
+
+    def _take(self, found: Bucket | Chunk | None) -> None:
+        if found is not None:
+            self.sizes.append(found)
 
     def follow(self) -> None:
         """Measure what rank 0 says. For the other ranks."""
         while (step := self._tell(None)) is not None:
-            self._measure(*step)
+            if isinstance(step[0], Cell):
+                self._measure(*step)
+            else:
+                sizes.measure(self._runtime, *step)
 
-    def _tell(self, step: tuple[Cell, float] | None) -> Any:
+    def _tell(self, step: tuple[Cell, float] | tuple[str, str] | None) -> Any:
         told = [step]
         broadcast_object_list(self._runtime, None, told, 0)
         return told[0]
@@ -244,8 +262,8 @@ class Conductor:
                 unsettled.append(cell)
         self._open[line] = unsettled
 
-    def table(self, runtime: Runtime) -> Table:
-        """Return the table of all that was measured."""
+    def table(self, runtime: Runtime, found: Sequence[Bucket | Chunk]) -> Table:
+        """Return the table of all that was measured, with what was `found` of sizes."""
         by_line: dict[tuple[str, str, str], dict[int, Cell]] = defaultdict(dict)
         for cell in self._samples:
             by_line[cell.line][cell.size] = cell
@@ -256,7 +274,12 @@ class Conductor:
             entries.append(make_entry(name, kind, meshes[mesh], by_size, self._preferred))
         how = shlex.join(["mcrdl", *sys.argv[1:]])
         return Table(
-            made=today(), how=how, fingerprint=Fingerprint.here(classes_of(runtime.backends)), entries=tuple(entries)
+            made=today(),
+            how=how,
+            fingerprint=Fingerprint.here(classes_of(runtime.backends)),
+            entries=tuple(entries),
+            buckets=tuple(one for one in found if isinstance(one, Bucket)),
+            chunks=tuple(one for one in found if isinstance(one, Chunk)),
         )
 
 
@@ -369,4 +392,10 @@ def _print(table: Table, output: Path) -> None:
         shown.add_row(entry.operation, entry.dtype, str(entry.mesh), ", then ".join(texts), counts)
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(shown)
+    for bucket in table.buckets:
+        text = "by themselves" if bucket.max_bytes is None else f"together, {bucket.max_bytes} bytes"
+        console.print(f"small calls by {bucket.backend}: {text} (gain {bucket.gain:.2f})")
+    for chunk in table.chunks:
+        text = "whole" if chunk.max_bytes is None else f"in chunks of {chunk.max_bytes} bytes"
+        console.print(f"large {chunk.operation} by {chunk.backend}: {text} (gain {chunk.gain:.2f})")
     console.print(f"written to {output}", soft_wrap=True)
