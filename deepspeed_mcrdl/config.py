@@ -270,7 +270,7 @@ class ChunkBlock(Block):
     """Which calls are carried in chunks."""
 
     operations: tuple[str, ...] = Field(
-        default=CUTTABLE, description=f"operations whose calls are cut, of {', '.join(CUTTABLE)}"
+        default=(ALL_REDUCE.name,), description=f"operations whose calls are cut, of {', '.join(CUTTABLE)}"
     )
     min_call_bytes: int = Field(default=2**20, ge=0, description="smaller calls go whole")
     max_bytes: int | None = Field(

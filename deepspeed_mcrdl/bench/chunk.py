@@ -51,7 +51,7 @@ class InChunks:
 
     def __init__(self, name: str, runtime: Runtime, group: Group, chunk_bytes: int) -> None:
         self._way, self._group, self._progress = runtime.ways[name], group, runtime.progress
-        block = ChunkBlock(min_call_bytes=0, max_bytes=chunk_bytes)
+        block = ChunkBlock(operations=CUTTABLE, min_call_bytes=0, max_bytes=chunk_bytes)
         self._chunks = Chunks(block, None, runtime.groups, runtime.progress, runtime.fitted)
         self._fit = runtime.fitted
         for own in self._chunks.groups_of(self._way, group):

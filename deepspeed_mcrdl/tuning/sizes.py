@@ -19,8 +19,8 @@ from deepspeed_mcrdl import operations as ops
 from deepspeed_mcrdl.bench.carriers import DIRECT, carrier
 from deepspeed_mcrdl.bench.cases import Issue, make_case
 from deepspeed_mcrdl.bench.chunk import InChunks, ways
-from deepspeed_mcrdl.bench.measure import WARM_UP, Meter
-from deepspeed_mcrdl.config import CUTTABLE, FusionBlock
+from deepspeed_mcrdl.bench.measure import Meter
+from deepspeed_mcrdl.config import FusionBlock
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.operations import OPERATIONS, Operation
 from deepspeed_mcrdl.routing.table import Bucket, Chunk
@@ -30,26 +30,27 @@ from deepspeed_mcrdl.transforms.fusion import Fusion
 from deepspeed_mcrdl.tuning import evidence
 from deepspeed_mcrdl.work import Work
 
+_FUSION = "fusion"
 _CALLS, _CALL_BYTES = 128, 2**12  # of fused calls, as gradients of biases and norms are
 _BUCKETS = (2**16, 2**18, 2**20)
 _WHOLE_BYTES, _SMALL_BYTES = 2**22, 2**16
 _CHUNKS = (2**18, 2**20)
-_ROUNDS = 9
+_WARM_UP, _ROUNDS = 1, 9
 _MOST_LOSS = 0.95  # of its speed that an all_reduce may come to for an all-to-all's sake
 _APART = 0  # in the place of a size
 
 
 def what(runtime: Runtime) -> Iterator[tuple[str, str]]:
-    """Yield (operation or "fusion", backend) of all that there is to measure, the same on all ranks."""
-    for name in ways(runtime):
-        for operation in ("fusion", *CUTTABLE):
+    """Yield (operation, or "fusion", and backend) of all that there is to measure, the same on all ranks."""
+    for operation in (ops.ALL_REDUCE.name, _FUSION, ops.ALL_TO_ALL_SINGLE.name):
+        for name in ways(runtime):
             yield operation, name
 
 
 def measure(runtime: Runtime, operation: str, name: str) -> Bucket | Chunk | None:
     """Return what the table is to say, None if it can't be measured. Every rank calls this."""
     meter = Meter(runtime, runtime.groups.world)
-    if operation == "fusion":
+    if operation == _FUSION:
         return _bucket(runtime, meter, name)
     return _chunk(runtime, meter, name, operation)
 
@@ -139,10 +140,10 @@ def _chunk(runtime: Runtime, meter: Meter, name: str, operation: str) -> Chunk |
 def _in_turns(meter: Meter, carriers: Mapping[int, Issue], took: Any) -> dict[int, list[float]]:
     order = random.Random(0)
     samples: dict[int, list[float]] = {size: [] for size in carriers}
-    for _ in range(WARM_UP + _ROUNDS):
+    for _ in range(_WARM_UP + _ROUNDS):
         for size in order.sample(list(carriers), len(carriers)):
             samples[size].append(took(carriers[size]))
-    return {size: meter.worst(own[WARM_UP:]) for size, own in samples.items()}
+    return {size: meter.worst(own[_WARM_UP:]) for size, own in samples.items()}
 
 
 def _best(samples: Mapping[int, list[float]]) -> tuple[int | None, float]:

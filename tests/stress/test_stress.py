@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from deepspeed_mcrdl.config import FUSABLE
+from deepspeed_mcrdl.config import CUTTABLE, FUSABLE
 from deepspeed_mcrdl.operations import OPERATIONS, RECV, SEND
 from tests.backends import BACKENDS
 from tests.matrix.cells import DTYPES, SHAPES, UNEVEN, UNEVEN_FORMS, Cell, make, verify
@@ -93,7 +93,7 @@ def test_short_random_programs_with_fused_calls(ranks, world_size, hosts, fusion
 @pytest.mark.parametrize("max_bytes", [4096, 50_000])
 @pytest.mark.parametrize(("world_size", "hosts"), [(2, ""), (4, "abba")])
 def test_short_random_programs_in_chunks(ranks, world_size, hosts, max_bytes, fusion):
-    chunk = {"max_bytes": max_bytes, "min_call_bytes": 0}
+    chunk = {"operations": CUTTABLE, "max_bytes": max_bytes, "min_call_bytes": 0}
     ranks(world_size, hosts).run(_random_program, 1004, 500, fusion, chunk, timeout_s=120)
 
 
@@ -102,7 +102,7 @@ def test_short_random_programs_in_chunks(ranks, world_size, hosts, max_bytes, fu
 @pytest.mark.parametrize("seed", SEEDS)
 def test_long_random_programs(ranks, seed):
     fusion = {"operations": FUSABLE} if seed % 4 > 1 else None
-    chunk = {"max_bytes": 10_000, "min_call_bytes": 0} if seed % 3 == 0 else None
+    chunk = {"operations": CUTTABLE, "max_bytes": 10_000, "min_call_bytes": 0} if seed % 3 == 0 else None
     ranks(4, "abba" if seed % 4 == 3 else "").run(_random_program, seed, 10_000, fusion, chunk, timeout_s=1400)
 
 

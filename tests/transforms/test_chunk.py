@@ -20,7 +20,7 @@ from tests.backends import BACKENDS, PAIRS
 from tests.matrix.cells import DTYPES, SHAPES, UNEVEN_FORMS, Cell, make, verify
 from tests.programs import face, sub_group, use
 
-CHUNK = {"max_bytes": 4096, "min_call_bytes": 0}
+CHUNK = {"operations": CUTTABLE, "max_bytes": 4096, "min_call_bytes": 0}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_what_is_cut_into_how_many(ranks, chunk, sizes, found):
 
 @pytest.mark.skipif(not PAIRS, reason="no pair of backends is usable here")
 def test_pairs_are_cut_by_default(ranks):
-    assert ranks(4, "aabb").run(_cut, {}, [BYTES, 2 * BYTES], {"default": PAIRS[0]}) == [[0, 0, 2, 2]] * 4
+    assert ranks(4, "aabb").run(_cut, {}, [BYTES, 2 * BYTES], {"default": PAIRS[0]}) == [[0, 0, 2, 0]] * 4
 
 
 def _by_table(path, bytes_of_chunk):
@@ -213,7 +213,7 @@ def _by_table(path, bytes_of_chunk):
     )
     if face().get_rank() == 0:  # whose table all use
         table.write(Path(path))
-    more = {"tuning": {"table": path}, "fusion": {}, "chunk": {"min_call_bytes": 0}}
+    more = {"tuning": {"table": path}, "fusion": {}, "chunk": {**CHUNK, "max_bytes": None}}
     cdb = use({"default": backend}, **more)
     counted = _Counted(cdb.runtime)
     cdb.all_reduce(torch.ones(4096))  # 16 KB, which is fused where fusion is on

@@ -30,7 +30,8 @@ def test_a_table_is_made_in_its_time_and_jobs_go_by_it(tmp_path):
         assert all(measured.p10_us <= measured.median_us <= measured.p90_us for measured in entry.measured)
     assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
     assert table.version == 2
-    assert table.buckets[0].backend == BACKENDS[0]
+    assert table.chunks[0].operation == "all_reduce"
+    assert table.chunks[0].backend == BACKENDS[0]
     assert all(size.gain > 0 for size in (*table.buckets, *table.chunks))
 
     bench = launcher.run([str(launcher.BIN / "mcrdl"), "bench", "ops", "--ranks", "2", "--ops", "all_reduce", "--sizes",
