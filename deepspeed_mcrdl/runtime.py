@@ -136,17 +136,17 @@ class Runtime:
         self.ways = self.backends | {
             name: pair(self.backends, layouts, self.fitted) for name, pair in pairs(classes).items()
         }
+        self.fusion = self.chunks = self.compression = None
+        self._close_at_exit = self.close
+        atexit.register(self._close_at_exit)
         self.table = agree_on_table(config, quick_store, rank, world_size, self.backends, timeout_s)
         table = Lookup(self.table.table) if self.table else None
-        self.fusion = self.chunks = self.compression = None
         if config.fusion is not None:
             self.fusion = Fusion(config.fusion, table, self.groups, self.progress)
         if config.chunk is not None:
             self.chunks = Chunks(config.chunk, table, self.groups, self.progress, self.fitted)
         if config.compression.codec is not None:
             self.compression = Policy(config.compression, self.ways, self.groups, self.progress, self.join, self.fitted)
-        self._close_at_exit = self.close
-        atexit.register(self._close_at_exit)
         self.adopt(world)
         self.router = Router(config.routing, classes_of(self.ways), table)
         self.monitored_barrier = MonitoredBarrier(self.groups, self.progress)

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_mcrdl import operations as ops
 from deepspeed_mcrdl.config import CUTTABLE, parse
-from deepspeed_mcrdl.errors import CallFailedError, CallTimeoutError, ConfigError
+from deepspeed_mcrdl.errors import CallFailedError, CallTimeoutError, ConfigError, MismatchError
 from deepspeed_mcrdl.groups import Mesh
 from deepspeed_mcrdl.operations import OPERATIONS
 from deepspeed_mcrdl.routing.table import Fingerprint, Table
@@ -134,6 +134,20 @@ def test_two_ranks_and_two_by_two_get_the_bits_of_whole_calls(ranks, op):
         ranks(2).run(_same_bits, backend, op)
     for backend in PAIRS:
         ranks(4, "aabb").run(_same_bits, backend, op)
+
+
+def _in_checked_mode():
+    cdb = use({"default": BACKENDS[0]}, chunk=CHUNK, checked=True)
+    tensor = torch.ones(5000)
+    cdb.all_reduce(tensor, async_op=True).wait()
+    assert (tensor == 2).all()
+    size = 4000 + 100 * cdb.get_rank()
+    with pytest.raises(MismatchError, match="calls don't fit together"):
+        cdb.all_reduce(torch.ones(size))
+
+
+def test_checked_mode_compares_the_whole_calls(ranks):
+    ranks(2).run(_in_checked_mode)
 
 
 def _in_place():
