@@ -38,7 +38,7 @@ BYTES = 2**20  # of a chunk, where neither config nor table says
 _UNDER_WAY = 2
 _NAP_S = 50e-6
 _HOLD_S = 0.02  # how long an all-to-all without progress holds back all_reduces
-_OTHERS_AT_END_S = 5.0
+_OTHERS_AT_END_S = 5.0  # without progress
 _ALIGNMENT = 64  # bytes, of a chunk's place
 _HEADER_OP = "max"
 
@@ -204,6 +204,9 @@ class _Lane:
         carry: (operation, *arguments) -> Pending, on a communicator that has no other calls.
         hold: whether no chunk is to be started now.
         progressed: called when a chunk is done.
+
+    Attributes:
+        moved: when a call came or a chunk was done last.
     """
 
     def __init__(self, carry: Carry, hold: Callable[[], bool], progressed: Callable[[], None]) -> None:
@@ -213,12 +216,14 @@ class _Lane:
         self._turn = threading.Lock()  # of whoever moves the lane
         self._error: Exception | None = None
         self.yields_s = Pending.yields_s
+        self.moved = 0.0
 
     def issue(self, cut: _Cut) -> Pending:
         """Take a call up. The ranks issue those of a lane in one order."""
         if self._error is not None:
             raise self._error
         call = _Call(self, cut)
+        self.moved = time.monotonic()
         self._calls.append(call)
         self.advance()
         return call
@@ -242,6 +247,7 @@ class _Lane:
             if pending.poll():
                 self._under_way.remove(entry)
                 call.ended += 1
+                self.moved = time.monotonic()
                 self._progressed()
         while self._calls and len(self._under_way) < _UNDER_WAY:
             call = self._calls[0]
@@ -377,10 +383,15 @@ class Chunks:
 
     def _end(self, keys: Sequence[tuple[str, Operation, Group]], reason: str) -> None:
         lanes = [self._lanes[key] for key in keys]
-        if not all(lane.idle for lane in lanes):
+        limit_s = min(_OTHERS_AT_END_S, self._progress.timeout_s)
+
+        def over() -> bool:
+            stuck_since = time.monotonic() - limit_s
+            return all(lane.idle or lane.moved < stuck_since for lane in lanes)
+
+        if not over():
             # The other ranks may still wait for calls that nobody waits for here.
-            limit_s = min(_OTHERS_AT_END_S, self._progress.timeout_s)
-            self._progress.wait_until(lambda: all(lane.idle for lane in lanes), limit_s)
+            self._progress.wait_until(over, self._progress.timeout_s)
         for key in keys:
             self._lanes.pop(key).end(RuntimeError(reason))
 
