@@ -293,6 +293,30 @@ def test_without_the_extension_it_says_so(monkeypatch):
     assert "built without its C extension: it needs a C compiler" in ShmBackend.unusable()
 
 
+def _comes_later():
+    """The first rank makes its calls and then does something else; return how long the last rank's calls take."""
+    face = use({})
+    n, took = face.get_world_size(), []
+    for count in (2**18, 2**19):  # 1 and 2 MB from each rank: more than the slots that stay in the caches
+        block, gathered = torch.full((count,), float(face.get_rank())), torch.empty(n, count)
+        face.barrier()
+        if face.get_rank() == 0:
+            work = mcrdl.all_gather_into_tensor(gathered, block, backend="shm", async_op=True)
+            time.sleep(0.6)
+            work.wait()
+        else:
+            time.sleep(0.1)
+            began = time.monotonic()
+            mcrdl.all_gather_into_tensor(gathered, block, backend="shm")
+            took.append(time.monotonic() - began)
+        assert (gathered == torch.arange(n)[:, None]).all()
+    return max(took, default=0.0)
+
+
+def test_a_rank_that_is_busy_elsewhere_has_put_all_before(ranks):
+    assert max(ranks(2).run(_comes_later)) < 0.4
+
+
 def _byte_by_byte(calls, seed):
     """Random calls on three overlapping groups, half of them asynchronous, every byte of every result checked."""
     face = use({})
