@@ -20,7 +20,7 @@ PRESET = Preset(layers=2, hidden=64, heads=2, length=32)
 OPTIONS = {"dgc": {"ratio": 0.1}, "graddrop": {"ratio": 0.1}}
 SEED = 1
 RATE = 2e-3
-WARMUP = {"onebit": 0.25, "tbq": 0.25, "terngrad": 0.5, "dgc": 0.25, "graddrop": 0.25}  # parts of all steps
+WARMUP = {"onebit": 0.5, "tbq": 0.25, "terngrad": 0.5, "dgc": 0.25, "graddrop": 0.25}  # parts of all steps
 
 
 def config(codec, steps, warmup):
