@@ -15,7 +15,6 @@ by an all_reduce of the maximum (the *header*), which is under way together with
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from deepspeed_mcrdl.operations import Operation, counts
 from deepspeed_mcrdl.routing.table import Lookup
 from deepspeed_mcrdl.safety import Progress
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
+from deepspeed_mcrdl.transforms.lanes import Lane, Lanes
 from deepspeed_mcrdl.transforms.turns import Fit
 from deepspeed_mcrdl.work import DONE, Pending, Then
 
@@ -38,7 +38,6 @@ BYTES = 2**20  # of a chunk, where neither config nor table says
 _UNDER_WAY = 2
 _NAP_S = 50e-6
 _HOLD_S = 0.02  # how long an all-to-all without progress holds back all_reduces
-_OTHERS_AT_END_S = 5.0  # without progress
 _ALIGNMENT = 64  # bytes, of a chunk's place
 _HEADER_OP = "max"
 
@@ -197,49 +196,31 @@ class _Call(Pending):
         self._lane.block(limit_s)
 
 
-class _Lane:
+class _Lane(Lane):
     """The chunked calls of one operation on a group by one backend.
 
     Args:
         carry: (operation, *arguments) -> Pending, on a communicator that has no other calls.
         hold: whether no chunk is to be started now.
         progressed: called when a chunk is done.
-
-    Attributes:
-        moved: when a call came or a chunk was done last.
     """
 
     def __init__(self, carry: Carry, hold: Callable[[], bool], progressed: Callable[[], None]) -> None:
+        super().__init__()
         self._carry, self._hold, self._progressed = carry, hold, progressed
         self._calls: deque[_Call] = deque()  # not all of whose operations have been started
         self._under_way: list[tuple[_Call, Pending]] = []
-        self._turn = threading.Lock()  # of whoever moves the lane
-        self._error: Exception | None = None
         self.yields_s = Pending.yields_s
-        self.moved = 0.0
 
     def issue(self, cut: _Cut) -> Pending:
         """Take a call up. The ranks issue those of a lane in one order."""
         if self._error is not None:
             raise self._error
         call = _Call(self, cut)
-        self.moved = time.monotonic()
+        self.note()
         self._calls.append(call)
         self.advance()
         return call
-
-    def advance(self) -> None:
-        """Move what is under way, and start what can be. Does not block."""
-        # A thread that finds another one at this has nothing to add. A backend's start may come back here, too.
-        if self._error is not None or not self._turn.acquire(blocking=False):
-            return
-        try:
-            self._move()
-        except Exception as error:
-            # Other ranks may have done what failed here, so that the order on the communicator is not known any more.
-            self.end(error)
-        finally:
-            self._turn.release()
 
     def _move(self) -> None:
         for entry in tuple(self._under_way):
@@ -247,7 +228,7 @@ class _Lane:
             if pending.poll():
                 self._under_way.remove(entry)
                 call.ended += 1
-                self.moved = time.monotonic()
+                self.note()
                 self._progressed()
         while self._calls and len(self._under_way) < _UNDER_WAY:
             call = self._calls[0]
@@ -271,11 +252,9 @@ class _Lane:
 
     @property
     def idle(self) -> bool:
-        """Whether it has no calls."""
         return not (self._calls or self._under_way)
 
     def end(self, error: Exception) -> None:
-        """Let all calls end with `error`, also later ones. What is under way keeps its buffers."""
         self._error = self._error or error
         for call in (*(call for call, _ in self._under_way), *self._calls):
             if not call.done:
@@ -295,11 +274,9 @@ class Chunks:
     """
 
     def __init__(self, block: ChunkBlock, table: Lookup | None, groups: Groups, progress: Progress, fit: Fit) -> None:
-        self._block, self._table, self._groups = block, table, groups
-        self._progress, self._fit = progress, fit
+        self._block, self._table, self._fit = block, table, fit
         self._urgent = _Urgent()
-        self._own: dict[tuple[str, Operation, Group], Group] = {}
-        self._lanes: dict[tuple[str, Operation, Group], _Lane] = {}
+        self._lanes: Lanes[_Lane] = Lanes(groups, progress)
 
     def bytes(self, backend: Backend, operation: Operation, group: Group) -> int | None:
         """Return the size of a chunk; None: such calls are not cut. All ranks of the group say the same."""
@@ -314,15 +291,11 @@ class Chunks:
 
     def groups_of(self, backend: Backend, group: Group) -> list[Group]:
         """Return the Groups whose communicators carry the chunks of `group` by `backend`; every member makes them."""
-        found = []
-        for operation in (ops.ALL_REDUCE, ops.ALL_TO_ALL_SINGLE):
-            if self.bytes(backend, operation, group) is not None:
-                key = backend.name, operation, group
-                if key not in self._own:
-                    name = f"{group.name}/{group.number} {operation.name} in chunks by {backend.name}"
-                    self._own[key] = self._groups.make(group.ranks, name)
-                found.append(self._own[key])
-        return found
+        return [
+            self._lanes.group_of(backend, group, _what(operation))
+            for operation in (ops.ALL_REDUCE, ops.ALL_TO_ALL_SINGLE)
+            if self.bytes(backend, operation, group) is not None
+        ]
 
     def method(
         self, backend: Backend, operation: Operation, group: Group, args: tuple[Any, ...]
@@ -354,18 +327,15 @@ class Chunks:
         return through_contiguous(operation, call) if strided else call
 
     def _lane(self, backend: Backend, operation: Operation, group: Group) -> _Lane:
-        key = backend.name, operation, group
-        if key not in self._lanes:
-            own, fit = self._own[key], self._fit
-
+        def make(own: Group) -> _Lane:
             def carry(operation: Operation, *args: Any) -> Pending:
-                return fit(backend, operation, own, args)(own, *args)
+                return self._fit(backend, operation, own, args)(own, *args)
 
             if operation is ops.ALL_REDUCE:
-                self._lanes[key] = _Lane(carry, self._urgent.hold, lambda: None)
-            else:
-                self._lanes[key] = _Lane(carry, lambda: False, self._urgent.progressed)
-        return self._lanes[key]
+                return _Lane(carry, self._urgent.hold, lambda: None)
+            return _Lane(carry, lambda: False, self._urgent.progressed)
+
+        return self._lanes.lane(backend, group, _what(operation), make)
 
     def first(self, method: Callable[..., Pending]) -> Callable[..., Pending]:
         """Return `method`, of an all-to-all, whose calls hold back the chunks of all_reduces."""
@@ -374,26 +344,15 @@ class Chunks:
 
     def leave(self, group: Group) -> list[Group]:
         """End the lanes of a group that is being destroyed, and return the Groups made for it."""
-        self._end([key for key in self._lanes if key[2] is group], f"{group} was destroyed before the call was done")
-        return [self._own.pop(key) for key in tuple(self._own) if key[2] is group]
+        return self._lanes.leave(group)
 
     def close(self) -> None:
         """End all lanes."""
-        self._end(list(self._lanes), "communication was ended before the call was done")
+        self._lanes.close()
 
-    def _end(self, keys: Sequence[tuple[str, Operation, Group]], reason: str) -> None:
-        lanes = [self._lanes[key] for key in keys]
-        limit_s = min(_OTHERS_AT_END_S, self._progress.timeout_s)
 
-        def over() -> bool:
-            stuck_since = time.monotonic() - limit_s
-            return all(lane.idle or lane.moved < stuck_since for lane in lanes)
-
-        if not over():
-            # The other ranks may still wait for calls that nobody waits for here.
-            self._progress.wait_until(over, self._progress.timeout_s)
-        for key in keys:
-            self._lanes.pop(key).end(RuntimeError(reason))
+def _what(operation: Operation) -> str:
+    return f"{operation.name} in chunks"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

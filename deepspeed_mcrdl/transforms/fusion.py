@@ -29,10 +29,11 @@ from deepspeed_mcrdl.groups import Group, Groups
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.routing.table import Lookup
 from deepspeed_mcrdl.safety import Progress
+from deepspeed_mcrdl.transforms.lanes import Lane, Lanes
 from deepspeed_mcrdl.work import DONE, Pending
 
 MAX_BYTES = 2**20  # of a bucket, where neither config nor table says
-_OTHERS_AT_END_S = 5.0
+_WHAT = "fused"
 _ALIGNMENT = 64  # bytes, of each kind's place in a lane's buffer
 _HEADER_OP = "min"
 
@@ -135,7 +136,7 @@ class _Part:
         return True
 
 
-class _Lane:
+class _Lane(Lane):
     """The fused calls of a group by one backend.
 
     Args:
@@ -151,6 +152,7 @@ class _Lane:
     """
 
     def __init__(self, backend: Backend, group: Group, max_bytes: int, max_calls: int, progress: Progress) -> None:
+        super().__init__()
         self._backend, self._group, self._progress = backend, group, progress
         self._max_bytes, self._max_calls = max_bytes, max_calls
         self._entry = threading.RLock()  # of what `issue` changes; nothing under it blocks
@@ -158,18 +160,17 @@ class _Lane:
         self._issued = self._asked = self._taken = 0
         self._unasked_bytes = 0  # of the calls that there is no reason to send yet
         self._watched = False
-        self._turn = threading.Lock()  # of whoever moves the lane
         self._count = torch.zeros(1, dtype=torch.int64)
         self._header: Pending | None = None
         self._parts: deque[_Part] = deque()
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._error: Exception | None = None
         self.under_way: Pending = DONE
         self.operations = 0
 
     def issue(self, operation: Operation, args: tuple[Any, ...]) -> Pending:
         """Take a call up. The ranks issue those of a lane in one order."""
         call = _Call(self, operation, args)
+        self.note()
         with self._entry:
             if self._error is not None:
                 raise self._error
@@ -193,19 +194,6 @@ class _Lane:
                 self._unasked_bytes = 0
             self.advance()
 
-    def advance(self) -> None:
-        """Move what is under way. Does not block."""
-        # A thread that finds another one at this has nothing to add. A backend's start may come back here, too.
-        if not self._turn.acquire(blocking=False):
-            return
-        try:
-            self._move()
-        except Exception as error:
-            # Other ranks may have done what failed here, so that the order on the communicator is not known any more.
-            self.end(error)
-        finally:
-            self._turn.release()
-
     def _move(self) -> None:
         while self._error is None:
             while self._parts:
@@ -213,6 +201,7 @@ class _Lane:
                     self.under_way = self._parts[0].pending
                     return
                 self._parts.popleft()
+                self.note()
             if self._header is None:
                 if self._asked <= self._taken:
                     break
@@ -222,6 +211,7 @@ class _Lane:
                 self.under_way = self._header
                 return
             self._header = None
+            self.note()
             self._take(int(self._count.item()))
         self.under_way = DONE
         with self._entry:
@@ -257,11 +247,9 @@ class _Lane:
 
     @property
     def idle(self) -> bool:
-        """Whether it has no calls."""
         return not self._watched
 
     def end(self, error: Exception) -> None:
-        """Let all calls end with `error`, also later ones. What is under way keeps its buffers."""
         with self._entry:
             self._error = self._error or error
             for call in (*(call for part in self._parts for call in part.calls), *self._held):
@@ -283,9 +271,8 @@ class Fusion:
 
     def __init__(self, limits: FusionBlock, table: Lookup | None, groups: Groups, progress: Progress) -> None:
         self._limits, self._table = limits, table
-        self._groups, self._progress = groups, progress
-        self._own: dict[tuple[str, Group], Group] = {}
-        self._lanes: dict[tuple[str, Group], _Lane] = {}
+        self._progress = progress
+        self._lanes: Lanes[_Lane] = Lanes(groups, progress)
         progress.hold(self._send)
 
     def takes(self, operation: Operation, group: Group, args: tuple[Any, ...]) -> bool:
@@ -310,51 +297,36 @@ class Fusion:
         return MAX_BYTES if entry is None else entry.max_bytes
 
     def group_of(self, backend: Backend, group: Group) -> Group:
-        """Return the Group whose communicator carries the calls of `group` that `backend` fuses; every member makes it.
-
-        Each backend has one of its own: pairs with a backend in common share the communicators of a Group's parts.
-        """
-        key = backend.name, group
-        if key not in self._own:
-            name = f"{group.name}/{group.number} fused by {backend.name}"
-            self._own[key] = self._groups.make(group.ranks, name)
-        return self._own[key]
+        """Return the Group whose communicator carries what `backend` fuses of `group`; every member makes it."""
+        return self._lanes.group_of(backend, group, _WHAT)
 
     def method(self, backend: Backend, operation: Operation, group: Group) -> Callable[..., Pending]:
         """Return what carries calls of `operation` on `group` by `backend`, which has joined its `group_of`."""
-        key = backend.name, group
-        lane = self._lanes.get(key)
-        if lane is None:
-            max_bytes, max_calls = self._max_bytes(backend, group), self._limits.max_calls
-            assert max_bytes is not None, "method() comes after able()"
-            own = self.group_of(backend, group)
-            lane = self._lanes[key] = _Lane(backend, own, max_bytes, max_calls, self._progress)
-        issue = lane.issue
+        issue = self._lane(backend, group).issue
         return lambda group, *args: issue(operation, args)
 
+    def _lane(self, backend: Backend, group: Group) -> _Lane:
+        def make(own: Group) -> _Lane:
+            max_bytes = self._max_bytes(backend, group)
+            assert max_bytes is not None, "able() says so first"
+            return _Lane(backend, own, max_bytes, self._limits.max_calls, self._progress)
+
+        return self._lanes.lane(backend, group, _WHAT, make)
+
     def _send(self) -> None:
-        for lane in tuple(self._lanes.values()):
+        for lane in self._lanes:
             lane.send()
 
     @property
     def operations(self) -> int:
         """How many operations have carried calls of this rank so far, headers not counted."""
-        return sum(lane.operations for lane in self._lanes.values())
+        return sum(lane.operations for lane in self._lanes)
 
     def leave(self, group: Group) -> list[Group]:
         """End the lanes of a group that is being destroyed, and return the Groups made for it."""
-        self._end([key for key in self._lanes if key[1] is group], f"{group} was destroyed before the call was done")
-        return [self._own.pop(key) for key in tuple(self._own) if key[1] is group]
+        return self._lanes.leave(group)
 
     def close(self) -> None:
         """End all lanes."""
-        self._end(list(self._lanes), "communication was ended before the call was done")
+        self._lanes.close()
         self._progress.let_go(self._send)
-
-    def _end(self, keys: Sequence[tuple[str, Group]], reason: str) -> None:
-        lanes = [self._lanes[key] for key in keys]
-        if not all(lane.idle for lane in lanes):
-            # The other ranks may still wait for calls that nobody waits for here.
-            self._progress.wait_until(lambda: all(lane.idle for lane in lanes), _OTHERS_AT_END_S)
-        for key in keys:
-            self._lanes.pop(key).end(RuntimeError(reason))

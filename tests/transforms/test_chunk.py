@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_mcrdl import operations as ops
 from deepspeed_mcrdl.config import CUTTABLE, parse
-from deepspeed_mcrdl.errors import CallFailedError, CallTimeoutError, ConfigError, MismatchError
+from deepspeed_mcrdl.errors import CallFailedError, ConfigError, MismatchError
 from deepspeed_mcrdl.groups import Mesh
 from deepspeed_mcrdl.operations import OPERATIONS
 from deepspeed_mcrdl.routing.table import Fingerprint, Table
@@ -67,7 +67,7 @@ def _all_forms(backend):
     assert not cdb.runtime.progress
     lanes = cdb.runtime.chunks._lanes
     assert lanes
-    assert all(lane.idle for lane in lanes.values())
+    assert all(lane.idle for lane in lanes)
     if rank in members:
         cdb.destroy_process_group(part)
     assert len(made)
@@ -321,89 +321,10 @@ def _message_between(how):
     assert (tensor == 2).all()
 
 
-def _two_groups_in_two_orders(how):
-    cdb = use({"default": BACKENDS[0], "all_reduce": how}, chunk=CHUNK)
-    groups = [cdb.new_group(range(2)) for _ in range(2)]
-    tensors = [torch.ones(7000), torch.ones(9000)]
-    order = [0, 1] if cdb.get_rank() == 0 else [1, 0]
-    works = {place: cdb.all_reduce(tensors[place], group=groups[place], async_op=True) for place in order}
-    for place in order:
-        works[place].wait()
-    assert all((tensor == 2).all() for tensor in tensors)
-    for group in groups:
-        cdb.destroy_process_group(group)
-
-
 @pytest.mark.parametrize("how", BACKENDS)
-@pytest.mark.parametrize("program", [_waits_before_it_issues, _message_between, _two_groups_in_two_orders])
+@pytest.mark.parametrize("program", [_waits_before_it_issues, _message_between])
 def test_a_program_that_is_legal_with_whole_calls_ends(ranks, program, how):
     ranks(2).run(program, how, timeout_s=30)
-
-
-def _left_with_calls(backend):
-    cdb = use({"default": backend}, chunk=CHUNK)
-    runtime = cdb.runtime
-    before = set(runtime._joined)
-    for cycle in range(6):
-        group = cdb.new_group(range(2))
-        tensors = [torch.ones(10_000) for _ in range(3)]
-        works = [cdb.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
-        if cycle % 2 == cdb.get_rank():
-            works[-1].wait()
-        cdb.destroy_process_group(group)
-        works[0].wait()
-        assert all((tensor == 2).all() for tensor in tensors)
-    assert runtime._joined == before
-    assert not runtime.chunks._lanes
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_group_may_be_left_before_its_calls_are_waited_for(ranks, backend):
-    ranks(2).run(_left_with_calls, backend)
-
-
-def _left_alone():
-    cdb = use({"default": BACKENDS[0]}, chunk=CHUNK)
-    group = cdb.new_group(range(2))
-    error = None
-    if cdb.get_rank() == 0:
-        work = cdb.all_reduce(torch.ones(10_000), group=group, async_op=True)
-    cdb.destroy_process_group(group)
-    if cdb.get_rank() == 0:
-        with pytest.raises(CallFailedError) as info:
-            work.wait()
-        error = str(info.value)
-    cdb.barrier()
-    return error
-
-
-def test_a_call_that_the_others_never_make_ends_with_its_group(ranks):
-    error = ranks(2).run(_left_alone)[0]
-    assert "all_reduce #1 on group" in error
-    assert "was destroyed before the call was done" in error
-
-
-def _late(backend):
-    cdb = use({"default": backend}, chunk=CHUNK)
-    tensor = torch.ones(10_000)
-    errors = []
-    if cdb.get_rank() == 1:
-        time.sleep(1.5)
-    work = cdb.all_reduce(tensor, async_op=True)
-    if cdb.get_rank() == 0:
-        with pytest.raises(CallTimeoutError) as info:
-            work.wait(timedelta(seconds=0.6))
-        errors.append(str(info.value))
-    work.wait()
-    assert (tensor == 2).all()
-    return errors
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_late_call_is_named_and_can_still_be_waited_for(ranks, backend):
-    (error,) = ranks(2).run(_late, backend)[0]
-    assert f"all_reduce #1 on group 'world' (ranks 0, 1) by {backend} was not done" in error
-    assert "rank 1 did not arrive" in error
 
 
 def _failing():
