@@ -9,25 +9,30 @@ from tests.programs import use
 
 
 def _messages_from_any(count):
-    """Random messages, each rank sending ahead, and received from any rank or from one, all with one tag."""
+    """Random messages, each rank sending ahead, and received from any rank or from one, all with one tag.
+
+    Short ones first, and the long ones after a barrier: a receive from any rank takes what comes first.
+    """
     cdb = use({"default": "mpi"})
     runtime, rank = cdb.runtime, cdb.get_rank()
     shared = random.Random(7)
-    sends, counts = [], dict.fromkeys(range(4), 0)
-    for number in range(count):
-        source, target = shared.sample(range(4), 2)
-        size = 4 if number < count // 2 else 20_000
-        if rank == source:
-            message = torch.full((size,), float(number))
-            sends.append(runtime.issue(SEND, None, (message, target, 0), True))
-        if rank == target:
-            received = torch.empty(size)
-            work = runtime.issue(RECV, None, (received, None, 0), True)
-            work.wait()
-            counts[work.source_rank()] += 1
-            assert received.unique().numel() == 1
-    for send in sends:
-        send.wait()
+    counts = dict.fromkeys(range(4), 0)
+    for size in (4, 20_000):
+        sends = []
+        for number in range(count // 2):
+            source, target = shared.sample(range(4), 2)
+            if rank == source:
+                message = torch.full((size,), float(number))
+                sends.append(runtime.issue(SEND, None, (message, target, 0), True))
+            if rank == target:
+                received = torch.empty(size)
+                work = runtime.issue(RECV, None, (received, None, 0), True)
+                work.wait()
+                counts[work.source_rank()] += 1
+                assert received.unique().numel() == 1
+        for send in sends:
+            send.wait()
+        cdb.barrier()
     return counts
 
 
