@@ -353,10 +353,12 @@ ALL_TO_ALL_SINGLE = Operation(
     checked_once=_even,
     # With split sizes each rank knows only its own row of the matrix of sizes.
     agreed=_even,
-    same=lambda group, output, input, output_splits, input_splits: (input.dtype,),
+    # A rank that gives split sizes takes another route than one that gives none, even where the sizes are equal.
+    same=lambda group, *args: (args[1].dtype, args[1].numel() if _even(*args) else "split sizes"),
     blocks=lambda group, output, input, output_splits, input_splits: (
-        counts(input, input_splits, group.size),
-        counts(output, output_splits, group.size),
+        (None, None)
+        if _even(output, input, output_splits, input_splits)
+        else (counts(input, input_splits, group.size), counts(output, output_splits, group.size))
     ),
 )
 ALL_TO_ALL = Operation(

@@ -33,6 +33,9 @@ def _mistake(name):
         "reduce operation": lambda: cdb.all_reduce(four, ops.MAX if odd else ops.SUM),
         "root": lambda: cdb.broadcast(four, 1 if odd else 0),
         "splits": lambda: cdb.all_to_all_single(torch.empty(n), torch.ones(n), [1] * n, [2, 1, 0] if odd else [1] * n),
+        "splits on one rank": lambda: cdb.all_to_all_single(
+            torch.empty(n), torch.ones(n), *([[1] * n] * 2 if odd else [])
+        ),
         "uneven gather": lambda: (
             cdb.all_gather([torch.empty(2) for _ in range(n)], torch.ones(2))
             if not odd
@@ -52,6 +55,7 @@ MISTAKES = {
     "reduce operation": ("all_reduce sum of", "all_reduce max of"),
     "root": ("broadcast with root 0", "broadcast with root 1"),
     "splits": ("all_to_all_single of float32 (3,)", "sending [2, 1, 0]"),
+    "splits on one rank": ("all_to_all_single of float32 (3,) into float32 (3,)", "sending [1, 1, 1]"),
     "uneven gather": ("into float32 (2,), (2,), (2,)", "into float32 (3,), (2,), (2,)"),
 }
 
