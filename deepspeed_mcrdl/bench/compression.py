@@ -84,6 +84,9 @@ def _rows(runtime: Runtime, name: str, args: argparse.Namespace) -> list[dict[st
     try:
         return [_row(runtime, world, policy, name, size, args) for size in args.sizes]
     finally:
+        for part in policy.leave(world):
+            for way in runtime.ways.values():
+                way.leave(part)
         policy.close()
 
 

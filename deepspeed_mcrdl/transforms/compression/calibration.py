@@ -88,9 +88,8 @@ def calibrate(
         tensor = torch.zeros(size // dtype.itemsize // group.size * group.size, dtype=dtype)
         args = (tensor, "sum") if operation is ops.ALL_REDUCE else (torch.empty_like(tensor), tensor, None, None)
         timed.append(_times(lambda: run(plain, operation, group, *args)))  # noqa: B023
-    shared = torch.tensor([statistics.median(us) for us in timed] + payload_bytes + driven, dtype=torch.float64)
-    run(plain, ops.ALL_REDUCE, group, shared, "max")
-    return _figures(shared.tolist(), codec, list(carriers))
+    shared = [statistics.median(us) for us in timed] + payload_bytes + driven
+    return _figures(largest(shared, plain, group, progress, method), codec, list(carriers))
 
 
 def _figures(shared: list[float], codec: Codec, names: Sequence[str]) -> Figures:
@@ -161,15 +160,20 @@ def confirm(
         return (time.perf_counter() - began) * 1e6
 
     def both() -> list[float]:
-        slowest = torch.tensor([us(coded), us(as_it_is)], dtype=torch.float64)
-        pending = method(plain, ops.ALL_REDUCE, group, (slowest, "max"))(group, slowest, "max")
-        progress.finish(pending.poll, pending, Call(ops.ALL_REDUCE, group, plain.name, group.calls))
-        return [float(figure) for figure in slowest]
+        return largest([us(coded), us(as_it_is)], plain, group, progress, method)
 
     first = both()
     repeats = min(REPEATS, int(CONFIRMATION_US / sum(first)))  # the same on all ranks
     compressed_us, plain_us = zip(*([both() for _ in range(repeats)] or [first]), strict=True)
     return statistics.median(compressed_us), statistics.median(plain_us)
+
+
+def largest(numbers: Sequence[float], by: Backend, group: Group, progress: Progress, method: Fit) -> list[float]:
+    """Return of each number the largest that any member has; every member calls it at the same place."""
+    told = torch.tensor(numbers, dtype=torch.float64)
+    pending = method(by, ops.ALL_REDUCE, group, (told, "max"))(group, told, "max")
+    progress.finish(pending.poll, pending, Call(ops.ALL_REDUCE, group, by.name, group.calls))
+    return [float(number) for number in told]
 
 
 def _time_coding(compressed: Compressed, size: int, dtype: torch.dtype, timed: list[list[float]]) -> int:

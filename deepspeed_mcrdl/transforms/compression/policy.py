@@ -18,7 +18,7 @@ from deepspeed_mcrdl.messages import logger, warn_once
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.routing.router import Key
 from deepspeed_mcrdl.safety import Progress
-from deepspeed_mcrdl.transforms.compression.calibration import Figures, calibrate, confirm
+from deepspeed_mcrdl.transforms.compression.calibration import Figures, calibrate, confirm, largest
 from deepspeed_mcrdl.transforms.compression.cast import Cast
 from deepspeed_mcrdl.transforms.compression.codec import GRADIENTS, Codec, installed
 from deepspeed_mcrdl.transforms.compression.compressed import STEPS, Compressed
@@ -111,6 +111,7 @@ class Policy:
         self._fit = fit
         self.compressed = Compressed(codec_of(config), groups, join, fit, config.feedback_bytes)
         self._figures: dict[tuple[Any, ...], Figures] = {}
+        self._plans: dict[tuple[Group, Key, str], Plan] = {}
 
     def __str__(self) -> str:
         return described(self._config)
@@ -122,6 +123,7 @@ class Policy:
     def leave(self, group: Group) -> tuple[Group, ...]:
         """Forget a group; return its parts, whose communicators are to be freed."""
         self._figures = {key: figures for key, figures in self._figures.items() if key[0] is not group}
+        self._plans = {key: plan for key, plan in self._plans.items() if key[0] is not group}
         return self.compressed.leave(group)
 
     def method(
@@ -143,8 +145,12 @@ class Policy:
             warn_once(f"{key}: not compressed: no backend in use carries what a compressed call is made of")
             return None
         if self._config.mode == "plan":
-            plan = self._plan(backend, operation, group, key)
-            if not plan.compress or not self._pays(plan, carriers[plan.carrier], backend, group, key):
+            # What makes one rank ask again, such as another way to name the group, the others need not share.
+            known = group, key, backend.name
+            if known not in self._plans:
+                self._plans[known] = self._plan(carriers, backend, operation, group, key)
+            plan = self._plans[known]
+            if not plan.compress:
                 return None
             carrier, partitions = carriers[plan.carrier], plan.partitions
         else:
@@ -194,7 +200,10 @@ class Policy:
             )
         return self._figures[known]
 
-    def _plan(self, backend: Backend, operation: Operation, group: Group, key: Key) -> Plan:
+    def _plan(
+        self, carriers: Mapping[str, Backend], backend: Backend, operation: Operation, group: Group, key: Key
+    ) -> Plan:
+        """Return what is to be done, predicted and then measured; every member calls it at the same place."""
         assert key.dtype is not None
         assert key.bytes is not None
         figures = self.figures(backend, operation, group, key.dtype)
@@ -210,7 +219,13 @@ class Policy:
                 backend.name,
                 plan.plain_us,
             )
-        return plan
+        # The first rank's: another kind of processor may round a prediction otherwise.
+        names = list(carriers)
+        mine = [plan.compress, names.index(plan.carrier), plan.partitions] if group.rank == 0 else [0, 0, 0]
+        compress, place, partitions = largest(mine, backend, group, self._progress, self._fit)
+        plan = plan._replace(compress=bool(compress), carrier=names[int(place)], partitions=int(partitions))
+        pays = plan.compress and self._pays(plan, carriers[plan.carrier], backend, group, key)
+        return plan._replace(compress=pays)
 
     def _pays(self, plan: Plan, carrier: Backend, backend: Backend, group: Group, key: Key) -> bool:
         """Return whether what was predicted to be faster is measured to be."""

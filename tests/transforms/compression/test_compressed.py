@@ -8,8 +8,9 @@ from deepspeed_mcrdl.bench.compression import bounds
 from deepspeed_mcrdl.errors import CallError
 from deepspeed_mcrdl.runtime import key_of
 from deepspeed_mcrdl.safety import Call
+from deepspeed_mcrdl.transforms.compression import policy
 from deepspeed_mcrdl.transforms.compression.identity import CALLS_WITHOUT_STEP
-from deepspeed_mcrdl.transforms.compression.plan import Plan
+from deepspeed_mcrdl.transforms.compression.plan import Plan, choose
 from deepspeed_mcrdl.work import Work
 from tests.backends import BACKENDS
 from tests.programs import face, sub_group
@@ -240,13 +241,13 @@ def _in_pieces(name, backend):
     cdb = compressed(name)
     runtime, rank, size = cdb.runtime, cdb.get_rank(), cdb.get_world_size()
     world, carrier = runtime.groups.world, runtime.ways[backend]
-    policy = runtime.compression.compressed
-    policy.prepare(carrier, world)
+    carried = runtime.compression.compressed
+    carried.prepare(carrier, world)
     tensors = gradients(ODD, size)
     results = [tensors[rank].clone() for _ in range(3)]
     works = [
         Work(
-            policy.all_reduce(carrier, 4, world, tensor, "sum"),
+            carried.all_reduce(carrier, 4, world, tensor, "sum"),
             Call(ops.ALL_REDUCE, world, backend, 0),
             runtime.progress,
         )
@@ -350,16 +351,16 @@ def test_the_first_steps_are_as_they_are_if_that_is_asked_for(ranks):
 def _measured(name):
     cdb = compressed(name, mode="plan", operations=["all_reduce", *(["all_to_all_single"] if name == "bf16" else [])])
     runtime, world = cdb.runtime, cdb.runtime.groups.world
-    policy, tensor = runtime.compression, torch.ones(2**18)
+    decides, tensor = runtime.compression, torch.ones(2**18)
     verdicts = []
     for key in (
         key_of(ops.ALL_REDUCE, world, (tensor, "sum")),
         key_of(ops.ALL_TO_ALL_SINGLE, world, (tensor, tensor.clone(), None, None)),
     )[: 2 if name == "bf16" else 1]:
         plan = Plan(True, "gloo", 2, 1.0, 2.0)  # foretold to be twice as fast
-        verdicts.append(policy._pays(plan, runtime.ways["gloo"], runtime.ways["shm"], world, key))
-        assert policy.method(runtime.ways["shm"], key.operation, world, (tensor, "sum"), key) is None
-    kept = policy.compressed._feedback
+        verdicts.append(decides._pays(plan, runtime.ways["gloo"], runtime.ways["shm"], world, key))
+        assert decides.method(runtime.ways["shm"], key.operation, world, (tensor, "sum"), key) is None
+    kept = decides.compressed._feedback
     plain()
     return verdicts, kept
 
@@ -368,6 +369,24 @@ def _measured(name):
 def test_what_is_foretold_to_pay_and_does_not_is_left_as_it_is(ranks, name):
     first, second = ranks(2).run(_measured, name)
     assert first == second == ([False] * (2 if name == "bf16" else 1), {})
+
+
+def _asked_again_on_one_rank():
+    """A call that only one rank has to look up anew: there it is strided."""
+    cdb = compressed("int8", {"timeout_s": 10}, mode="plan")
+    policy.choose = lambda *args: Plan(True, "gloo", 1, 1.0, 2.0)  # foretold to be twice as fast
+    try:
+        for strided in (False, cdb.get_rank() == 1):
+            tensor = torch.ones(2, 2**16).T if strided else torch.ones(2**16, 2)
+            cdb.all_reduce(tensor)
+            assert (tensor == 2).all()
+    finally:
+        policy.choose = choose
+    plain()
+
+
+def test_what_was_decided_is_not_measured_again_by_one_rank(ranks):
+    ranks(2).run(_asked_again_on_one_rank, timeout_s=60)
 
 
 def test_a_job_that_ends_and_starts_again_compresses_again(ranks):
@@ -412,10 +431,10 @@ def _planned():
     tensors = gradients(300_000, cdb.get_world_size())
     tensor = tensors[cdb.get_rank()].clone()
     cdb.all_reduce(tensor)
-    policy = cdb.runtime.compression
-    ((key, figures),) = policy._figures.items()
+    decides = cdb.runtime.compression
+    ((key, figures),) = decides._figures.items()
     backend = cdb.runtime.backends[key[3]]
-    same = figures is policy.figures(backend, ops.ALL_REDUCE, cdb.runtime.groups.world, torch.float32)
+    same = figures is decides.figures(backend, ops.ALL_REDUCE, cdb.runtime.groups.world, torch.float32)
     text = cdb.runtime.describe()
     plain()
     return figures, same, tensor, text
