@@ -272,7 +272,11 @@ class ChunkBlock(Block):
     operations: tuple[str, ...] = Field(
         default=(ALL_REDUCE.name,), description=f"operations whose calls are cut, of {', '.join(CUTTABLE)}"
     )
-    min_call_bytes: int = Field(default=2**20, ge=0, description="smaller calls go whole")
+    min_call_bytes: int = Field(
+        default=2**20,
+        ge=0,
+        description="smaller calls go whole, but all-to-alls with split sizes, which no rank knows all",
+    )
     max_bytes: int | None = Field(
         default=None,
         ge=4096,

@@ -303,7 +303,7 @@ class Runtime:
                 cut = self.chunks.method(backend, operation, group, args)
             method, name = compressed or (cut or self.fitted(backend, operation, group, args), name)
         if self.chunks is not None and operation.family == ALL_TO_ALL.family:
-            method = self.chunks.first(method)
+            method = self.chunks.first(self.ways.values(), method)
         return (method if self._checked is None else self._checked.around(operation, name, method)), name
 
     def fitted(self, backend: Backend, operation: Operation, group: Group, args: tuple[Any, ...]) -> Method:

@@ -14,7 +14,6 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy
@@ -57,10 +56,8 @@ class InChunks:
         for own in self._chunks.groups_of(self._way, group):
             runtime.join(self._way, own)
 
-    def __enter__(self) -> InChunks:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Free the communicators."""
         for own in self._chunks.leave(self._group):
             self._way.leave(own)
 
@@ -69,7 +66,7 @@ class InChunks:
         way, group = self._way, self._group
         method = self._chunks.method(way, operation, group, args) or self._fit(way, operation, group, args)
         if operation is ops.ALL_TO_ALL_SINGLE:
-            method = self._chunks.first(method)
+            method = self._chunks.first([way], method)
         pending = method(group, *args)
         call = Call(operation, group, way.name, 0)
         if async_op:
@@ -135,7 +132,7 @@ class _Bench:
     def end(self) -> None:
         """Free the communicators."""
         for cut in self._cut.values():
-            cut.__exit__(None, None, None)
+            cut.close()
 
     def row(self, operation: str, size: int, rounds: int) -> dict[str, Any]:
         """Return the figures of one operation and size; every rank has the same."""

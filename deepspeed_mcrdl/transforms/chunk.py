@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -177,7 +177,6 @@ class _Call(Pending):
         self._lane = lane
         self.cut = cut
         self.started = self.ended = 0
-        self.error: Exception | None = None
 
     @property
     def done(self) -> bool:
@@ -185,11 +184,11 @@ class _Call(Pending):
         return self.ended == self.cut.chunks
 
     def poll(self) -> bool:
-        if not self.done and self.error is None:
+        if not self.done:
             self._lane.advance()
             self.yields_s = self._lane.yields_s
-        if self.error is not None:
-            raise self.error
+            if not self.done:
+                self._lane.require()
         return self.done
 
     def block(self, limit_s: float) -> None:
@@ -214,8 +213,7 @@ class _Lane(Lane):
 
     def issue(self, cut: _Cut) -> Pending:
         """Take a call up. The ranks issue those of a lane in one order."""
-        if self._error is not None:
-            raise self._error
+        self.require()
         call = _Call(self, cut)
         self.note()
         self._calls.append(call)
@@ -254,12 +252,13 @@ class _Lane(Lane):
     def idle(self) -> bool:
         return not (self._calls or self._under_way)
 
+    def require(self) -> None:
+        """Raise the error that the lane has ended with, if it has."""
+        if self._error is not None:
+            raise self._error
+
     def end(self, error: Exception) -> None:
         self._error = self._error or error
-        for call in (*(call for call, _ in self._under_way), *self._calls):
-            if not call.done:
-                call.error = error
-        self._calls.clear()
 
 
 class Chunks:
@@ -274,13 +273,15 @@ class Chunks:
     """
 
     def __init__(self, block: ChunkBlock, table: Lookup | None, groups: Groups, progress: Progress, fit: Fit) -> None:
-        self._block, self._table, self._fit = block, table, fit
+        self._block, self._table, self._groups, self._fit = block, table, groups, fit
         self._urgent = _Urgent()
         self._lanes: Lanes[_Lane] = Lanes(groups, progress)
 
     def bytes(self, backend: Backend, operation: Operation, group: Group) -> int | None:
         """Return the size of a chunk; None: such calls are not cut. All ranks of the group say the same."""
         if operation.name not in self._block.operations or group.size == 1 or backend.misfit(group.mesh) is not None:
+            return None
+        if backend.lacks(operation, torch.float32, "cpu", "sum" if operation.reduces else None) is not None:
             return None
         if self._block.max_bytes is not None:
             return self._block.max_bytes
@@ -337,8 +338,10 @@ class Chunks:
 
         return self._lanes.lane(backend, group, _what(operation), make)
 
-    def first(self, method: Callable[..., Pending]) -> Callable[..., Pending]:
-        """Return `method`, of an all-to-all, whose calls hold back the chunks of all_reduces."""
+    def first(self, ways: Iterable[Backend], method: Callable[..., Pending]) -> Callable[..., Pending]:
+        """Return `method`, of an all-to-all, so that its calls hold back chunks of all_reduces, if `ways` have any."""
+        if all(self.bytes(way, ops.ALL_REDUCE, self._groups.world) is None for way in ways):
+            return method
         add = self._urgent.add
         return lambda group, *args: add(method(group, *args))
 

@@ -48,6 +48,11 @@ class Lane(ABC):
         """Return whether nothing has happened for so long."""
         return time.monotonic() - self._noted > seconds
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended with an error."""
+        return self._error is not None
+
     @abstractmethod
     def _move(self) -> None:
         """Poll what is under way and start what can be. Does not block; one thread is in it at a time."""
@@ -59,7 +64,7 @@ class Lane(ABC):
 
     @abstractmethod
     def end(self, error: Exception) -> None:
-        """Let all calls end with `error`, also later ones. What is under way keeps its buffers."""
+        """Let all calls end with `error`, also later ones."""
 
 
 L = TypeVar("L", bound=Lane)
@@ -77,6 +82,7 @@ class Lanes(Generic[L]):
         self._groups, self._progress = groups, progress
         self._own: dict[tuple[str, Group, str], Group] = {}
         self._lanes: dict[tuple[str, Group, str], L] = {}
+        self._stopped: list[L] = []  # with operations that may write to their buffers still
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -119,10 +125,13 @@ class Lanes(Generic[L]):
         lanes, limit_s = [self._lanes[key] for key in keys], self._progress.timeout_s
 
         def over() -> bool:
-            return all(lane.idle or lane.still_for(min(_STUCK_S, limit_s)) for lane in lanes)
+            return all(lane.idle or lane.failed or lane.still_for(min(_STUCK_S, limit_s)) for lane in lanes)
 
         if not over():
             # The other ranks may still wait for calls that nobody waits for here.
             self._progress.wait_until(over, limit_s)
         for key in keys:
-            self._lanes.pop(key).end(RuntimeError(reason))
+            lane = self._lanes.pop(key)
+            if not lane.idle:
+                self._stopped.append(lane)
+            lane.end(RuntimeError(reason))

@@ -134,7 +134,7 @@ def _chunk(runtime: Runtime, meter: Meter, name: str, operation: str) -> Chunk |
         return Chunk(operation=operation, backend=name, mesh=world.mesh, max_bytes=best, gain=gain)
     finally:
         for one in cut.values():
-            one.__exit__(None, None, None)
+            one.close()
 
 
 def _in_turns(meter: Meter, carriers: Mapping[int, Issue], took: Any) -> dict[int, list[float]]:
