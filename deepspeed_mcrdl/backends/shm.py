@@ -46,8 +46,8 @@ from deepspeed_mcrdl.work import DONE, Pending
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SLOTS = 32  # of a rank: how far it puts ahead of ranks whose cores are taken
 _LEAST_SLOTS = 4
-_GROUP_BYTES = 8 * 1024 * 1024  # the most that a group's slots may take while there are more than the least
-_GROUPS_BY_FOLDER = 64  # there must be room for more groups than jobs have
+_GROUP_BYTES = 8 * 1024 * 1024  # that a group's slots may take, if there are more than the least
+_GROUPS = 64  # for which there must be room
 SLOT_BYTES = 128 * 1024
 _LEAST_SLOT_BYTES = 4 * 1024
 _RING_BYTES = 1024 * 1024
@@ -83,11 +83,17 @@ def _single_copy_bytes() -> int:
     return int(text)
 
 
-def _slots(ranks: int) -> int:
-    """Return how many slots each rank of a group has; the ranks of a host come to the same."""
+def _room(ranks: int, whole: int) -> int:
+    """Return the bytes that the slots of each rank of a group are to take, of `whole` bytes each if there is room."""
     folder = os.statvfs(FOLDER)
-    room = min(_GROUP_BYTES, folder.f_blocks * folder.f_frsize // _GROUPS_BY_FOLDER)
-    return min(_SLOTS, max(_LEAST_SLOTS, room // (ranks * SLOT_BYTES)))
+    of_group = min(_GROUP_BYTES, folder.f_blocks * folder.f_frsize // _GROUPS)
+    return whole * min(_SLOTS, max(_LEAST_SLOTS, of_group // (ranks * whole)))
+
+
+def _slots(room: int, whole: int) -> tuple[int, int]:
+    """Return how many slots there are in so many bytes, and the bytes of each: fewer ones before smaller ones."""
+    slots = max(_LEAST_SLOTS, room // whole)
+    return slots, min(whole, room // slots)
 
 
 def _extension() -> ModuleType | None:
@@ -249,15 +255,16 @@ class ShmBackend(Backend):
 
     def join(self, group: Group) -> None:
         n = group.size
-        slots = _slots(n)
         # A slot takes a part for each rank, and the address of a block for each.
         least = max(_LEAST_SLOT_BYTES, n * 256)
-        descriptor, slot_bytes = self._segment(
+        whole = max(SLOT_BYTES, least)
+        descriptor, room = self._segment(
             f"group/{group.number}",
             group.ranks,
-            lambda size: self._extension.Collectives.size(n, slots, size),
-            halves(max(SLOT_BYTES, least), least),
+            lambda room: self._extension.Collectives.size(n, *_slots(room, whole)),
+            halves(_room(n, whole), _LEAST_SLOTS * least),
         )
+        slots, slot_bytes = _slots(room, whole)
         pids = [self._pids[self._places[rank]] for rank in group.ranks]
         try:
             self._groups[group] = self._extension.Collectives(
