@@ -5,6 +5,7 @@ paper's interface, `deepspeed_mcrdl.init()`, `deepspeed_mcrdl.all_reduce(...)` a
 first use, since this package is imported whenever torch is.
 """
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_mcrdl.autoload import install as _install
@@ -18,7 +19,8 @@ _install()
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("_"):
+    # Not where a module of ours asks for another one: the interface imports nearly all of them.
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is None:
         from deepspeed_mcrdl.faces import api
 
         if name in api.__all__:
