@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -19,6 +19,25 @@ from deepspeed_mcrdl.groups import Group
 
 _ANSWER_WITHIN_S = 0.6
 _SETTLE_S = 0.4
+
+
+class Meeting(NamedTuple):
+    """Where ranks come together, once or again and again.
+
+    Attributes:
+        key: the same on all of them.
+        ranks: their global ranks.
+        rank: this process's place in `ranks`.
+    """
+
+    key: str
+    ranks: tuple[int, ...]
+    rank: int
+
+    @classmethod
+    def of(cls, group: Group) -> Meeting:
+        """Return that of a group's collectives."""
+        return cls(f"group {group.number}", group.ranks, group.rank)
 
 
 class Arrivals:
@@ -35,29 +54,27 @@ class Arrivals:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], Any] | None, Future[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def announce(self, group: Group, number: int | None, what: str) -> None:
-        """Tell that this rank waits in `what`, the group's collective number `number` (None: a message)."""
+    def come(self, meeting: Meeting, number: int) -> None:
+        """Tell that this rank has come to where the members of `meeting` come together the `number`th time."""
+        self._run(lambda: self._store.set(f"{meeting.key}/{meeting.rank}", str(number)))
 
-        def tell() -> None:
-            if number is not None:
-                self._store.set(f"{group.number}/{group.rank}", str(number))
-            self._store.set(f"rank/{self._rank}", what)
-
-        self._run(tell)
+    def announce(self, what: str) -> None:
+        """Tell that this rank waits in `what`."""
+        self._run(lambda: self._store.set(f"rank/{self._rank}", what))
 
     def withdraw(self) -> None:
         """Tell that this rank waits no longer."""
         self._run(lambda: self._store.set(f"rank/{self._rank}", ""))
 
-    def missing(self, group: Group, number: int) -> str:
-        """Return in words which ranks of `group` did not come to its collective `number`, and what they do instead."""
+    def missing(self, meeting: Meeting, number: int) -> str:
+        """Return in words which ranks did not come together the `number`th time, and what they do instead."""
 
         def look() -> str:
             time.sleep(_SETTLE_S)  # others, who came a little later, have to announce it first
             absent = [
                 f"rank {rank} did not arrive{self._instead(rank)}"
-                for index, rank in enumerate(group.ranks)
-                if index != group.rank and self._reached(group, index) < number
+                for index, rank in enumerate(meeting.ranks)
+                if index != meeting.rank and self._reached(f"{meeting.key}/{index}") < number
             ]
             return "; ".join(absent) or "all of its ranks arrived, so the backend or its network is stuck"
 
@@ -72,8 +89,7 @@ class Arrivals:
 
         return self._ask(look)
 
-    def _reached(self, group: Group, index: int) -> int:
-        key = f"{group.number}/{index}"
+    def _reached(self, key: str) -> int:
         return int(self._store.get(key)) if self._store.check([key]) else -1
 
     def _instead(self, rank: int) -> str:
@@ -99,6 +115,7 @@ class Arrivals:
         """End the thread, once it has done what it was given."""
         if self._thread is not None:
             self._tasks.put((None, Future()))
+            self._thread.join(_ANSWER_WITHIN_S)
 
     def _serve(self) -> None:
         while True:

@@ -101,8 +101,12 @@ class Group:
         return self._kind
 
     def __str__(self) -> str:
-        ranks = f"{self.ranks[0]}..{self.ranks[-1]}" if self.size > 8 else ", ".join(map(str, self.ranks))
-        return f"group {self.name!r} (ranks {ranks})"
+        return f"group {self.name!r} (ranks {in_words(self.ranks)})"
+
+
+def in_words(ranks: Sequence[int]) -> str:
+    """Return such as "0, 2, 3", or "0..63" of many."""
+    return f"{ranks[0]}..{ranks[-1]}" if len(ranks) > 8 else ", ".join(map(str, ranks))
 
 
 class Groups:

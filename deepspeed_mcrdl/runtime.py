@@ -10,23 +10,24 @@ import atexit
 import itertools
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from deepspeed_mcrdl.agreement import agree, agree_on_table
-from deepspeed_mcrdl.arrivals import Arrivals
+from deepspeed_mcrdl.arrivals import Arrivals, Meeting
 from deepspeed_mcrdl.backends.base import START_TIMEOUT_S, Backend, Job, classes_of
 from deepspeed_mcrdl.checked import Checked
 from deepspeed_mcrdl.config import AUTO, MCRDLConfig
 from deepspeed_mcrdl.errors import failed
-from deepspeed_mcrdl.groups import Group, Groups
+from deepspeed_mcrdl.groups import Group, Groups, in_words
 from deepspeed_mcrdl.machine import cores
 from deepspeed_mcrdl.messages import logger, set_up
 from deepspeed_mcrdl.observe.log import timed
@@ -51,6 +52,7 @@ from deepspeed_mcrdl.transforms.turns import Turns
 from deepspeed_mcrdl.work import DONE, Pending, Work
 
 Method = Callable[..., Pending]
+T = TypeVar("T")
 
 _started = itertools.count()
 _current: Runtime | None = None
@@ -129,6 +131,7 @@ class Runtime:
         self._routes: dict[tuple[Any, ...], Route] = {}
         self._turns: dict[str, Turns] = {}
         self._joined: set[tuple[str, Group]] = set()
+        self._made: Counter[tuple[int, ...]] = Counter()
         self._online = self._memory = None
         self.backends, self.left_out = agree(config, Job(store, quick_store, rank, world_size, hosts, self.progress))
         layouts = Layouts(self.groups)
@@ -337,10 +340,36 @@ class Runtime:
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         """Make a torch process group and its communicators in every backend; every rank of the world calls this."""
-        torch_group = dist.new_group(list(ranks))
+        torch_group = self.make_group(ranks, lambda: dist.new_group(list(ranks), timeout=self.limit))
         if torch_group is not dist.GroupMember.NON_GROUP_MEMBER:
             self.adopt(torch_group)
         return torch_group
+
+    @property
+    def limit(self) -> timedelta:
+        """How long a call may take."""
+        return timedelta(seconds=self.progress.timeout_s)
+
+    def make_group(self, ranks: Sequence[int], make: Callable[[], T]) -> T:
+        """Return what `make`, which has the same limit, makes of torch's for a group of `ranks`; drive meanwhile.
+
+        Raises:
+            CallTimeoutError: on a member, naming the members that did not come in time.
+        """
+        members = tuple(ranks)
+        if self.rank not in members:
+            return make()  # torch wants to be asked, and waits for nobody
+        self._made[members] += 1
+        meeting = Meeting(f"new {members} {self._made[members]}", members, members.index(self.rank))
+        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = torch.cuda.current_device() if cuda else None
+
+        def on_device() -> T:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has its own
+            return make()
+
+        return self.progress.meet(on_device, f"a new group of ranks {in_words(members)}", meeting)
 
     def adopt(self, torch_group: Any) -> None:
         """Make the communicators of a torch process group made elsewhere; every member calls this."""
@@ -359,7 +388,8 @@ class Runtime:
         """Make the communicator of a group in a backend, once; every member calls this."""
         if (backend.name, group) not in self._joined and backend.misfit(group.mesh) is None:
             what = f"the communicator of {group} in the backend {backend.name}"
-            self.progress.run(lambda: backend.join(group), what)
+            meeting = Meeting(f"communicator {group.number}/{backend.name}", group.ranks, group.rank)
+            self.progress.meet(lambda: backend.join(group), what, meeting)
             self._joined.add((backend.name, group))
 
     def add_group(self, torch_group: Any, ranks: Sequence[int], name: str) -> None:

@@ -13,12 +13,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from deepspeed_mcrdl.arrivals import Arrivals
+from deepspeed_mcrdl.arrivals import Arrivals, Meeting
 from deepspeed_mcrdl.errors import CallTimeoutError, failed
 from deepspeed_mcrdl.groups import Group, Groups
 from deepspeed_mcrdl.operations import RECV, Operation
+from deepspeed_mcrdl.stores import waits_end_with
 from deepspeed_mcrdl.work import Driven, Pending
 
 _HOT_POLLS = 1000
@@ -30,6 +31,11 @@ _BACKGROUND_S = 1e-3
 _BLOCK_S = 0.2
 _ANNOUNCE_AFTER_S = 0.25
 _DRIVE_EVERY = 64
+_GIVE_UP_S = 1.0  # for a thread to end that waits in the job's store: one that is in it when Python ends aborts it
+
+T = TypeVar("T")
+
+_here = threading.local()
 
 
 class Call(NamedTuple):
@@ -177,7 +183,9 @@ class Progress:
             else:
                 pending.block(min(_BLOCK_S, limit_s))
             if waited > _ANNOUNCE_AFTER_S and not announced and self._arrivals is not None:
-                self._arrivals.announce(call.group, call.number if call.operation.collective else None, str(call))
+                if call.operation.collective:
+                    self._arrivals.come(Meeting.of(call.group), call.number or 0)
+                self._arrivals.announce(str(call))
                 announced = True
             if waited > limit_s:
                 raise CallTimeoutError(self._late(call, waited, limit_s))
@@ -189,32 +197,56 @@ class Progress:
         if self._arrivals is None:
             return text
         if call.operation.collective:
-            return f"{text}: {self._arrivals.missing(call.group, call.number or 0)}"
+            return f"{text}: {self._arrivals.missing(Meeting.of(call.group), call.number or 0)}"
         return f"{text}: {self._arrivals.doing(call.group, call.number)}"
 
-    def run(self, function: Callable[[], None], what: str) -> None:
-        """Run a function that may block until other ranks come, such as one that makes a communicator; drive meanwhile.
+    def meet(self, function: Callable[[], T], what: str, meeting: Meeting) -> T:
+        """Return what a function returns that blocks until others come, such as one that makes a group, and drive.
+
+        Args:
+            function: runs in a thread. One that is called by it meets in that thread.
+            what: what it makes, in words.
+            meeting: who has to come.
 
         Raises:
-            CallTimeoutError: if it takes longer than the job's limit.
+            CallTimeoutError: if it takes longer than the job's limit, naming the ranks that did not come.
             CallFailedError: if it raises an error.
         """
+        if getattr(_here, "meeting", False):
+            return function()
+        results: list[T] = []
         errors: list[Exception] = []
+        given_up = threading.Event()
 
         def body() -> None:
+            _here.meeting = True
+            waits_end_with(given_up)
             try:
-                function()
+                results.append(function())
             except Exception as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=body, name="mcrdl-blocking", daemon=True)
+        thread = threading.Thread(target=body, name="mcrdl-meet", daemon=True)
+        began = time.monotonic()
+        if self._arrivals is not None:
+            self._arrivals.come(meeting, 1)  # at once: the first to come need not wait
         thread.start()
-        if not self.wait_until(lambda: not thread.is_alive(), self.timeout_s):
-            raise CallTimeoutError(
-                f"{what} was not made within {self.timeout_s:g} s: another rank did not take part or has ended"
-            )
+        quick_s = min(_ANNOUNCE_AFTER_S, self.timeout_s)
+        if not self.wait_until(lambda: not thread.is_alive(), quick_s):
+            if self._arrivals is not None:
+                self._arrivals.announce(f"making {what}")
+            self.wait_until(lambda: not thread.is_alive(), self.timeout_s - quick_s)
+            # What the thread waits in can have the same limit, and say less.
+            if not results and time.monotonic() - began >= self.timeout_s:
+                given_up.set()
+                missing = "a rank is late" if self._arrivals is None else self._arrivals.missing(meeting, 1)
+                thread.join(_GIVE_UP_S)
+                raise CallTimeoutError(f"{what} was not made within {self.timeout_s:g} s: {missing}")
+            if self._arrivals is not None:
+                self._arrivals.withdraw()
         if errors:
             raise failed(what, errors[0])
+        return results[0]
 
     def wait_until(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Drive until `done()`, which asks something else than a backend; return False after `timeout_s`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,7 @@ from torch._C._distributed_c10d import Store
 from deepspeed_mcrdl.errors import CallTimeoutError
 
 _POLL_S = 0.002
+_thread = threading.local()
 
 
 def second_connection(store: Store) -> Store:
@@ -23,6 +25,11 @@ def second_connection(store: Store) -> Store:
     """
     clone: Store = store.clone()  # type: ignore[attr-defined]
     return clone
+
+
+def waits_end_with(given_up: threading.Event) -> None:
+    """Let the waits of this thread in a Patient end with an error when `given_up` is set."""
+    _thread.given_up = given_up
 
 
 class Patient(Store):
@@ -100,10 +107,11 @@ def _wait(store: Store, keys: list[str], what: str, timeout_s: float) -> None:
 
 
 def _appeared(store: Store, keys: list[str], timeout_s: float) -> bool:
-    """Return whether all `keys` are there before `timeout_s` has passed."""
+    """Return whether all `keys` are there before `timeout_s` has passed, or this thread's waits have to end."""
     deadline = time.monotonic() + timeout_s
+    given_up: threading.Event | None = getattr(_thread, "given_up", None)
     while not store.check(keys):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or (given_up is not None and given_up.is_set()):
             return False
         time.sleep(_POLL_S)
     return True

@@ -105,6 +105,22 @@ def test_a_host_that_waits_elsewhere_is_driven_in_the_background(ranks):
     assert ranks(2).run(_busy_elsewhere, timeout_s=30)[1] < 3
 
 
+def _a_group_while_a_call_is_under_way(past_us):
+    cdb = use({"default": "mpi"})
+    tensor = torch.ones(4_000_000)
+    work = cdb.all_reduce(tensor, async_op=True)
+    if cdb.get_rank() == 1:
+        work.wait()  # needs rank 0, which has gone on to the next line
+    group = torch.distributed.new_group([0, 1]) if past_us else cdb.new_group([0, 1])
+    work.wait()
+    assert (tensor == 2).all()
+    cdb.destroy_process_group(group)
+
+
+def test_a_rank_that_makes_a_group_drives_its_calls(ranks):
+    ranks(2).run(_a_group_while_a_call_is_under_way, False, timeout_s=30)
+
+
 def _two_threads():
     cdb = use({"default": "mpi", "all_reduce": "gloo"})
     other_group = cdb.new_group(range(cdb.get_world_size()))

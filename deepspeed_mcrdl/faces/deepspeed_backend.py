@@ -236,7 +236,9 @@ class MCRDLBackend(stock.TorchBackend):  # type: ignore[misc,name-defined]
         return self.runtime.new_group(list(ranks))
 
     def init_device_mesh(self, mesh_shape: Any, mesh_dim_names: Any) -> Any:
-        mesh = super().init_device_mesh(mesh_shape, mesh_dim_names)
+        make = super().init_device_mesh
+        everybody = range(self.runtime.world_size)
+        mesh = self.runtime.make_group(everybody, lambda: make(mesh_shape, mesh_dim_names))
         # Every rank is in one group of each dimension and takes the dimensions in the same order: no cycle can form.
         for group in mesh.get_all_groups():
             self.runtime.adopt(group)

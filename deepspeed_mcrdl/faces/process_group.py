@@ -21,6 +21,7 @@ from deepspeed_mcrdl.errors import CallError, install_excepthook
 from deepspeed_mcrdl.faces.reduce_ops import op_name
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.runtime import Runtime, current
+from deepspeed_mcrdl.stores import Patient
 from deepspeed_mcrdl.work import AllOf, Work, future_of
 
 Tensors = Sequence[torch.Tensor]
@@ -106,31 +107,34 @@ class MCRDLProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._options = options
         self._timeout: timedelta = options.timeout
         self._batch = threading.local()
-        self._register_devices(options)
         ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         runtime = current()
         if runtime is None:
             config = parse(backend_options or {})
             if len(ranks) < options.group_size or ranks[options.group_rank] != options.group_rank:
                 raise CallError('the backend "mcrdl" must carry the default group before it can carry others')
+            self._register_devices(options.store)
             runtime = Runtime(config, options.store, options.group_rank, options.group_size, self, self._timeout)
             if config.timeout_s is not None:
-                self._timeout = timedelta(seconds=config.timeout_s)
+                self._timeout = runtime.limit
         else:
             if runtime.config.timeout_s is not None:
-                self._timeout = timedelta(seconds=runtime.config.timeout_s)
+                self._timeout = runtime.limit
+            runtime.make_group(ranks, lambda: self._register_devices(Patient(options.store)))
             runtime.add_group(self, ranks, options.group_id)
         self._runtime = runtime
 
-    def _register_devices(self, options: Any) -> None:
+    def _register_devices(self, store: Any) -> None:
         # Whoever asks torch for the group's devices, or calls a backend past us, finds a real one; ours use it too.
-        gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+        place, size = self._options.group_rank, self._options.group_size
+        self._store = store
+        gloo = dist.ProcessGroupGloo(store, place, size, self._timeout)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, gloo)
         if torch.cuda.is_available() and dist.is_nccl_available():
             nccl_options = dist.ProcessGroupNCCL.Options()
-            nccl_options._timeout = options.timeout
-            nccl = dist.ProcessGroupNCCL(options.store, options.group_rank, options.group_size, nccl_options)
+            nccl_options._timeout = self._timeout
+            nccl = dist.ProcessGroupNCCL(self._options.store, place, size, nccl_options)
             self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
 
     def getBackendName(self) -> str:

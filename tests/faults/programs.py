@@ -6,10 +6,13 @@ import sys
 import threading
 import time
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.comm import comm
 
 import deepspeed_mcrdl as mcrdl
+from deepspeed_mcrdl.config import parse
 
 LIMIT_S = 1.5
 COMPRESSION = {"codec": "int8", "groups": ["world"], "mode": "on"}
@@ -86,6 +89,22 @@ def late_compressed(mode):
         time.sleep(LIMIT_S + 3)
         return
     mcrdl.all_reduce(torch.ones(100_000), backend="mpi")
+
+
+def late_to_a_group(face):
+    """The last rank stays away when a group is made."""
+    if face == "deepspeed":
+        deepspeed.init_distributed(dist_backend="mcrdl", auto_mpi_discovery=False, verbose=False)
+        comm.cdb.restart(parse({"timeout_s": LIMIT_S, "banner": False}))
+        rank, n = comm.cdb.get_rank(), comm.cdb.get_world_size()
+    else:
+        rank, n = start()
+    if rank == n - 1:
+        time.sleep(LIMIT_S + 3)
+    elif face == "deepspeed":
+        comm.cdb.new_group(range(n))
+    else:
+        (mcrdl.new_group if face == "mcrdl" else dist.new_group)(range(n))
 
 
 def killed(phase):
