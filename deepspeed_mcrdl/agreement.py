@@ -44,8 +44,9 @@ def agree(config: MCRDLConfig, job: Job) -> tuple[dict[str, Backend], dict[str, 
     reports = exchange(job.quick_store, "agreement", job.rank, job.world_size, report, job.start_timeout_s)
     _require_same_config([report["config"] for report in reports])
     for rank, report in enumerate(reports):
-        if report["codec"] is not None:
-            raise ConfigError(f"rank {rank}: {report['codec']}")
+        if report["codec"] is not None:  # not on all ranks where a library is not installed
+            everywhere = all(other["codec"] == report["codec"] for other in reports)
+            raise ConfigError(report["codec"] if everywhere else f"on rank {rank}: {report['codec']}")
     left_out = _first_reasons([report["unusable"] for report in reports])
     for name in classes:
         versions = [report["versions"].get(name) for report in reports]

@@ -12,9 +12,9 @@ import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator, model_validator
 
 from deepspeed_mcrdl.errors import ConfigError, suggest
 from deepspeed_mcrdl.groups import KINDS
@@ -235,7 +235,9 @@ class Compression(Block):
     """Which calls are sent in fewer bytes, and by what codec. See docs/COMPRESSION.md before switching it on."""
 
     codec: str | None = Field(default=None, description="name of a codec; null: nothing is compressed")
-    options: dict[str, float] = Field(default={}, description='what the codec is made with, such as {"ratio": 0.01}')
+    options: dict[str, Annotated[float, Strict()]] = Field(
+        default={}, description='what the codec is made with, such as {"ratio": 0.01}'
+    )
     groups: tuple[str, ...] = Field(default=("data_parallel",), description="kinds of groups whose calls it is for")
     operations: tuple[Literal["all_reduce", "all_to_all_single"], ...] = Field(
         default=("all_reduce",),
@@ -256,6 +258,12 @@ class Compression(Block):
     feedback_bytes: int = Field(
         default=2**30, ge=0, description="the most that error feedback may keep on a rank for each group"
     )
+
+    @model_validator(mode="after")
+    def _of_a_codec(self) -> Compression:
+        if self.codec is None and self.model_fields_set - {"codec"} and "codec" not in self.model_fields_set:
+            raise ValueError('names no "codec", so nothing would be compressed; null says that this is meant')
+        return self
 
     @field_validator("groups")
     @classmethod
@@ -347,6 +355,8 @@ def _sentence(mistake: Any) -> str:
     text = str(mistake["msg"]).removeprefix("Value error, ")
     if mistake["type"] == "value_error":
         return f'in "{place}": {text}'
+    if mistake["type"] == "model_type":
+        text = "must be an object, {} for the defaults"
     return f'in "{place}": {text}, got {json.dumps(mistake["input"], default=str)}'
 
 

@@ -98,7 +98,10 @@ def _read(path: str) -> MCRDLConfig:
     ds_config = load(path)
     if ds_config is None:
         raise ConfigError(f"{path} is not a JSON object")
-    config = find(ds_config)
+    try:
+        config = find(ds_config)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if config is None:
         raise ConfigError(f'{path} does not select the plugin: add "{SELECTING_KEY}": "{NAME}"')
     return config

@@ -480,8 +480,10 @@ class Runtime:
             fused = ", ".join(self.config.fusion.operations)
             lines.append(f"fused: {fused} up to {self.config.fusion.max_call_bytes} B, on CPU tensors")
         if self.config.chunk is not None:
-            cut = ", ".join(self.config.chunk.operations)
-            lines.append(f"in chunks: {cut} from {self.config.chunk.min_call_bytes} B, on CPU tensors")
+            chunk = self.config.chunk
+            size = "as the table says, else by pairs alone" if chunk.max_bytes is None else f"of {chunk.max_bytes} B"
+            cut = f"{', '.join(chunk.operations)} from {chunk.min_call_bytes} B"
+            lines.append(f"in chunks {size}: {cut}, on CPU tensors")
         lines += [f"table: {self.table.path} ({self.table.table.made})" if self.table else "table: none"]
         lines += [] if self.compression is None else [f"compression: {self.compression}"]
         return "\n  ".join(lines)

@@ -44,7 +44,7 @@ def test_the_map_in_force_is_shown_with_its_reasons(capsys, tmp_path):
     assert cli.main(["report", "--routes", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = [[part.strip() for part in line.split("│")[1:-1]] for line in lines if "│" in line]
-    assert "compression: int8, all_reduce on data_parallel groups, from 65536 bytes where it is faster" in lines
+    assert "compression: int8, all_reduce on data_parallel groups, from 65536 bytes, where it is faster" in lines
     assert ["all_reduce", "world", "any", "up to 4096 B", "mpi", "routing.all_reduce, up to 4096 bytes"] in rows
     assert ["all_reduce", "world", "any", "above 4096 B", "gloo", "routing.all_reduce"] in rows
     assert ["barrier", "world", "any", "all", BACKENDS[0], "preference order"] in rows

@@ -83,7 +83,7 @@ class ErrorFeedback:
             )
         residual = self._residuals.get(key)
         if residual is None:
-            self._require(self.nbytes + 4 * tensor.numel(), f"the residuals with that of {key!r}")
+            self._require(self.nbytes + 4 * tensor.numel(), f"what is lost of {key!r}")
             return None
         if residual.numel() != tensor.numel():
             raise CallError(
@@ -95,6 +95,6 @@ class ErrorFeedback:
     def _require(self, nbytes: int, what: str) -> None:
         if nbytes > self.max_bytes:
             raise CallError(
-                f"{what} take {nbytes} bytes, more than the limit of {self.max_bytes}: raise it, or see that the keys "
-                "are the same in every step"
+                f'error feedback would keep {nbytes} bytes with {what}, more than its limit, "feedback_bytes", of '
+                f"{self.max_bytes}: raise it, or see that the keys are the same in every step"
             )

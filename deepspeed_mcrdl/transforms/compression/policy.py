@@ -44,8 +44,9 @@ def codec_of(config: Compression) -> Codec:
     options = inspect.signature(cls).parameters
     for name in config.options:
         if name not in options:
-            hint = suggest(name, options) if options else " It has none."
-            raise ConfigError(f'the codec "{cls.name}" has no option "{name}".{hint}')
+            if not options:
+                raise ConfigError(f'the codec "{cls.name}" has no options, so no "{name}"')
+            raise ConfigError(f'the codec "{cls.name}" has no option "{name}".{suggest(name, options)}')
     codec = cls(**{name: _whole(value) for name, value in config.options.items()})
     if ops.ALL_TO_ALL_SINGLE.name in config.operations:
         if codec.wants_feedback:
@@ -78,7 +79,8 @@ def described(config: Compression) -> str:
     if config.codec is None:
         return "none"
     where = f"{', '.join(config.operations)} on {', '.join(config.groups)} groups, from {config.min_bytes} bytes"
-    return f"{config.codec}, {where}{' where it is faster' if config.mode == 'plan' else ''}"
+    when = f", after {config.warmup_steps} steps" if config.warmup_steps else ""
+    return f"{config.codec}, {where}{when}, {'where it is faster' if config.mode == 'plan' else 'always'}"
 
 
 class Policy:
@@ -210,14 +212,15 @@ class Policy:
         plan = choose(*figures, key.bytes, group.size, operation is ops.ALL_REDUCE)
         if group.rank == 0:
             logger.info(
-                "%s of %d bytes: %s by %s (predicted %.0f us, uncompressed by %s %.0f us)",
+                "%s of %d bytes: predicted %.0f us compressed by %s, partitions: %d; uncompressed by %s %.0f us%s",
                 key,
                 key.bytes,
-                f"compressed in {plan.partitions} pieces" if plan.compress else "not compressed",
-                plan.carrier if plan.compress else backend.name,
                 plan.us,
+                plan.carrier,
+                plan.partitions,
                 backend.name,
                 plan.plain_us,
+                ", to be measured" if plan.compress else ", so it is not compressed",
             )
         # The first rank's: another kind of processor may round a prediction otherwise.
         names = list(carriers)
@@ -235,8 +238,11 @@ class Policy:
         )
         pays = us < MARGIN * plain_us
         if group.rank == 0:
-            left = "" if pays else ", so it is not compressed"
-            logger.info("%s of %d bytes: measured %.0f us, uncompressed %.0f us%s", key, key.bytes, us, plain_us, left)
+            so = "" if pays else "not "
+            logger.info(
+                "%s of %d bytes: measured %.0f us, uncompressed %.0f us, so it is %scompressed",
+                *(key, key.bytes, us, plain_us, so),
+            )
         return pays
 
 
