@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from tests.backends import BACKENDS
 from tests.programs import face, sub_group, use
 
 LARGE = 4_000_000  # 16 MB of float32: MPI sends such messages only while both ends are inside MPI
@@ -105,20 +106,41 @@ def test_a_host_that_waits_elsewhere_is_driven_in_the_background(ranks):
     assert ranks(2).run(_busy_elsewhere, timeout_s=30)[1] < 3
 
 
-def _a_group_while_a_call_is_under_way(past_us):
+def _waited_for_long_after_the_call(backend):
+    cdb = use({"default": backend}, timeout_s=2)
+    group = cdb.new_group([0, 1])
+    tensor = torch.ones(10)
+    cdb.barrier()
+    if cdb.get_rank() == 1:
+        time.sleep(2.5)
+    work = cdb.all_reduce(tensor, group=group, async_op=True)
+    if cdb.get_rank() == 0:
+        time.sleep(1.5)
+    work.wait()
+    assert (tensor == 2).all()
+    cdb.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_limit_of_a_call_counts_from_its_wait(ranks, backend):
+    # gloo's own counts from the call, and its error names no rank
+    ranks(2).run(_waited_for_long_after_the_call, backend, timeout_s=30)
+
+
+def _a_group_while_a_call_is_under_way():
     cdb = use({"default": "mpi"})
     tensor = torch.ones(4_000_000)
     work = cdb.all_reduce(tensor, async_op=True)
     if cdb.get_rank() == 1:
         work.wait()  # needs rank 0, which has gone on to the next line
-    group = torch.distributed.new_group([0, 1]) if past_us else cdb.new_group([0, 1])
+    group = cdb.new_group([0, 1])
     work.wait()
     assert (tensor == 2).all()
     cdb.destroy_process_group(group)
 
 
 def test_a_rank_that_makes_a_group_drives_its_calls(ranks):
-    ranks(2).run(_a_group_while_a_call_is_under_way, False, timeout_s=30)
+    ranks(2).run(_a_group_while_a_call_is_under_way, timeout_s=30)
 
 
 def _two_threads():

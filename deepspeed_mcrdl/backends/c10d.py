@@ -50,6 +50,7 @@ _REDUCE_OPS: dict[str, Any] = {
 _OWN_TAG = 2**31 - 1  # of the messages that this module makes a collective of
 _MAX_TAG = _OWN_TAG - 1
 _LOOK_S = 400e-6
+_BEFORE_ITS_WAIT = timedelta(minutes=30)  # the most that a call may be under way before somebody waits for it
 _LEAST_LIMIT_S = 1e-3  # torch counts whole milliseconds, and none of them is no limit
 
 
@@ -380,6 +381,11 @@ class GlooBackend(C10dBackend):
         super().__init__(job)
         self._patient = Patient(job.quick_store)
         self._store = PrefixStore(self.name, self._patient)
+
+    def join(self, group: Group) -> None:
+        super().join(group)
+        # gloo counts from the call, ours (safety.py) from the wait, and names who is missing: ours is to come first.
+        self._process_groups[group]._set_default_timeout(self._timeout + _BEFORE_ITS_WAIT)
 
     @classmethod
     def unusable(cls) -> str | None:
