@@ -1,7 +1,7 @@
 """Where the ranks tell each other what they wait in, so that a late call can name who is missing.
 
-Only a wait that is long already comes here. Everything goes through a thread, so that a store that answers no more (its
-host is stopped or gone) can't hold up the rank that asks.
+Only a wait that is long already comes here, and the making of a group. Everything goes through a thread, so that a
+store that answers no more (its host is stopped or gone) can't hold up the rank that asks.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ class Compression(Block):
 
     @model_validator(mode="after")
     def _of_a_codec(self) -> Compression:
-        if self.codec is None and self.model_fields_set - {"codec"} and "codec" not in self.model_fields_set:
+        if self.model_fields_set and "codec" not in self.model_fields_set:
             raise ValueError('names no "codec", so nothing would be compressed; null says that this is meant')
         return self
 

@@ -115,13 +115,11 @@ class MCRDLProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
                 raise CallError('the backend "mcrdl" must carry the default group before it can carry others')
             self._register_devices(options.store)
             runtime = Runtime(config, options.store, options.group_rank, options.group_size, self, self._timeout)
-            if config.timeout_s is not None:
-                self._timeout = runtime.limit
         else:
-            if runtime.config.timeout_s is not None:
-                self._timeout = runtime.limit
             runtime.make_group(ranks, lambda: self._register_devices(Patient(options.store)))
             runtime.add_group(self, ranks, options.group_id)
+        if runtime.config.timeout_s is not None:
+            self._timeout = runtime.limit
         self._runtime = runtime
 
     def _register_devices(self, store: Any) -> None:
