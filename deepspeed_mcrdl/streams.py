@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+DEVICE_TYPES = frozenset({"cpu", "cuda"})  # of tensors whose work can be put in order, or is done at once
+
 
 class Device(ABC):
     """What executes kernels in streams. The current stream is that of the calling thread."""

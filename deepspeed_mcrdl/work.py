@@ -80,29 +80,18 @@ class Then(Pending):
         self._first = first
         self._step: Callable[[], None] | None = step
         self.host_driven = first.host_driven
-        self.stream_ordered = first.stream_ordered
         self.yields_s = first.yields_s
 
     def poll(self) -> bool:
         if not self._first.poll():
             return False
-        self._step_once()
-        return True
-
-    def _step_once(self) -> None:
         step, self._step = self._step, None
         if step is not None:
             step()
+        return True
 
     def block(self, limit_s: float) -> None:
         self._first.block(limit_s)
-
-    def orderable(self) -> bool:
-        return self._first.orderable()
-
-    def order(self) -> None:
-        self._first.order()
-        self._step_once()
 
     def source_rank(self) -> int:
         return self._first.source_rank()

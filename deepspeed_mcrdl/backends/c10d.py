@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from deepspeed_mcrdl.aside import then
 from deepspeed_mcrdl.backends.base import (
     ARITHMETIC_OPS,
     BIT_OPS,
@@ -33,7 +34,7 @@ from deepspeed_mcrdl.backends.base import (
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.operations import counts
 from deepspeed_mcrdl.stores import Patient
-from deepspeed_mcrdl.work import Pending, Then, Together, waiters
+from deepspeed_mcrdl.work import Pending, Together, waiters
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": dist.ReduceOp.SUM,
@@ -234,7 +235,7 @@ class C10dBackend(Backend):
         # torch gathers equal blocks only: all are filled up to the longest, which every rank knows.
         whole = input.new_empty(group.size, max(sizes))
         gathered = self.all_gather_into_tensor(group, whole, _filled_up(input, max(sizes)))
-        return Then(gathered, lambda: _copy_starts(whole, outputs))
+        return then(gathered, lambda: _copy_starts(whole, outputs), whole)
 
     def gather(self, group: Group, outputs: Sequence[torch.Tensor] | None, input: torch.Tensor, dst: int) -> Pending:
         options = dist.GatherOptions()
@@ -281,7 +282,8 @@ class C10dBackend(Backend):
         longest = max(t.numel() for t in inputs)
         whole = torch.cat([_filled_up(t, longest) for t in inputs])
         own = output.new_empty(longest)
-        return Then(self.reduce_scatter_tensor(group, own, whole, op), lambda: _copy_starts(own.view(1, -1), [output]))
+        reduced = self.reduce_scatter_tensor(group, own, whole, op)
+        return then(reduced, lambda: _copy_starts(own.view(1, -1), [output]), own)
 
     def all_to_all_single(
         self,
@@ -306,7 +308,8 @@ class C10dBackend(Backend):
         flat_out = flat_in.new_empty(sum(t.numel() for t in taken))
         sizes = [t.numel() for t in taken], [self._as_taken(t).numel() for t in inputs]
         inner = self._process_groups[group].alltoall_base(flat_out, flat_in, *sizes)
-        return Then(self._pending("all_to_all", inner, flat_in, flat_out), lambda: spread(flat_out, taken))
+        pending = self._pending("all_to_all", inner, flat_in, flat_out)
+        return then(pending, lambda: spread(flat_out, taken), flat_out)
 
     def send(self, group: Group, tensor: torch.Tensor, dst: int, tag: int) -> Pending:
         group.index(dst)

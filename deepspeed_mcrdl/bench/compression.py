@@ -100,10 +100,10 @@ def _row(
     call = (tensor, "sum")
     key = key_of(ops.ALL_REDUCE, group, call)
     backend = runtime.ways[runtime.router.decide(key, args.backend).backend]
-    figures = policy.figures(backend, ops.ALL_REDUCE, group, torch.float32)
+    figures = policy.figures(backend, ops.ALL_REDUCE, group, torch.float32, tensor.device)
     plan = choose(*figures, nbytes=size, ranks=group.size, reduces=True)
     carrier = runtime.ways[plan.carrier]
-    compressed.prepare(carrier, group)
+    compressed.prepare(carrier, group, tensor.device)
     compressed.identities.discard(group)  # the sizes are others now
     pieces = [torch.split(tensor, -(-tensor.numel() // plan.partitions)) for tensor in inputs]
     exact, bound = (

@@ -31,7 +31,7 @@ from deepspeed_mcrdl.routing.table import Lookup
 from deepspeed_mcrdl.safety import Progress
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
 from deepspeed_mcrdl.transforms.lanes import Lane, Lanes
-from deepspeed_mcrdl.transforms.turns import Fit
+from deepspeed_mcrdl.transforms.steps import Fit
 from deepspeed_mcrdl.work import DONE, Pending, Then
 
 BYTES = 2**20  # of a chunk, where neither config nor table says

@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 
+from deepspeed_mcrdl.aside import then
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.operations import Operation
-from deepspeed_mcrdl.work import Pending, Then
+from deepspeed_mcrdl.work import Pending
 
 
 def through_contiguous(operation: Operation, method: Callable[..., Pending]) -> Callable[..., Pending]:
     """Return `method` made fit for strided tensors."""
 
     def call(group: Group, *args: Any) -> Pending:
-        _, outputs = operation.tensors(*args)
+        inputs, outputs = operation.tensors(*args)
         copies: dict[int, torch.Tensor] = {}
         pending = method(group, *(_contiguous(argument, copies) for argument in args))
 
@@ -29,7 +30,7 @@ def through_contiguous(operation: Operation, method: Callable[..., Pending]) -> 
                     if id(output) in copies:
                         output.copy_(copies[id(output)])
 
-        return Then(pending, copy_back)
+        return then(pending, copy_back, next(iter((*inputs, *outputs))))
 
     return call
 

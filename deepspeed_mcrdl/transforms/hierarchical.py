@@ -36,11 +36,14 @@ from typing import Any, ClassVar
 import torch
 
 from deepspeed_mcrdl import operations as ops
+from deepspeed_mcrdl.aside import Aside
 from deepspeed_mcrdl.backends.base import Backend, apart, divide, joined, spread
 from deepspeed_mcrdl.config import PAIR
 from deepspeed_mcrdl.groups import Group, Groups, Mesh
 from deepspeed_mcrdl.operations import Operation, counts
-from deepspeed_mcrdl.transforms.turns import Fit, Step, Turns
+from deepspeed_mcrdl.streams import device_of
+from deepspeed_mcrdl.transforms.steps import Fit, Step, chain
+from deepspeed_mcrdl.transforms.turns import Turns
 from deepspeed_mcrdl.work import Pending, Together
 
 # What an operation needs of the inner and of the outer backend.
@@ -219,8 +222,16 @@ class Hierarchical(Backend):
     def _between(self, part: Group, operation: Operation, arguments: Callable[[], tuple[Any, ...]]) -> Step:
         return Step(self._outer, part, operation, arguments)
 
-    def _run(self, steps: Sequence[Step], finish: Callable[[], object] | None = None) -> Pending:
-        return self._layouts.turns.chain(self._fit, steps, finish)
+    def _run(
+        self,
+        tensor: torch.Tensor,
+        steps: Sequence[Step],
+        finish: Callable[[], object] | None = None,
+        reads: bool = False,
+    ) -> Pending:
+        device = device_of(tensor)
+        aside = None if device is None else Aside(device, reads=reads)
+        return chain(self._layouts.turns, self._fit, steps, finish, aside)
 
     def all_reduce(self, group: Group, tensor: torch.Tensor, op: str) -> Pending:
         at = self._layouts.of(group)
@@ -242,7 +253,7 @@ class Hierarchical(Backend):
             if op == "avg":
                 divide(flat, group.size)
 
-        return self._run(steps, finish)
+        return self._run(flat, steps, finish)
 
     def broadcast(self, group: Group, tensor: torch.Tensor, src: int) -> Pending:
         at = self._layouts.of(group)
@@ -251,7 +262,7 @@ class Hierarchical(Backend):
         steps = [self._within(at.again, ops.BROADCAST, lambda: (tensor, root))]
         if at.again.rank == number:
             steps.insert(0, self._between(at.outer, ops.BROADCAST, lambda: (tensor, src)))
-        return self._run(steps)
+        return self._run(tensor, steps)
 
     def all_gather_into_tensor(self, group: Group, output: torch.Tensor, input: torch.Tensor) -> Pending:
         at = self._layouts.of(group)
@@ -264,7 +275,7 @@ class Hierarchical(Backend):
             self._between(at.outer, ops.ALL_GATHER_INTO_TENSOR, lambda: (column, own)),
             self._within(at.again, ops.ALL_GATHER_INTO_TENSOR, lambda: (whole, column)),
         )
-        return self._run(steps, lambda: _put_in_order(whole, at.places, target))
+        return self._run(target, steps, lambda: _put_in_order(whole, at.places, target))
 
     def _gather_by_host(self, at: Layout, rows: torch.Tensor, column: torch.Tensor, own: torch.Tensor) -> Pending:
         """Gather the blocks of each host straight to their place, those of this host while others are on their way."""
@@ -274,10 +285,10 @@ class Hierarchical(Backend):
 
         in_place = own.data_ptr() == rows[at.host].data_ptr() + at.inner.rank * own.numel()
         own = own if in_place else apart(own, (rows,))
-        here = self._run([gather(at.inner, at.host, own)])
+        here = self._run(own, [gather(at.inner, at.host, own)])
         others = [gather(at.again, host, column[host]) for host in range(at.nodes) if host != at.host]
         between = self._between(at.outer, ops.ALL_GATHER_INTO_TENSOR, lambda: (column.view(-1), own))
-        return Together([self._run([between, *others]), here])
+        return Together([self._run(own, [between, *others]), here])
 
     def all_gather(self, group: Group, outputs: Sequence[torch.Tensor], input: torch.Tensor) -> Pending:
         at = self._layouts.of(group)
@@ -289,7 +300,7 @@ class Hierarchical(Backend):
             self._between(at.outer, ops.ALL_GATHER, lambda: (column, input)),
             self._within(at.again, ops.ALL_GATHER, lambda: (columns, joined(column))),
         )
-        return self._run(steps, lambda: spread(joined(columns), in_order))
+        return self._run(input, steps, lambda: spread(joined(columns), in_order))
 
     def reduce_scatter_tensor(self, group: Group, output: torch.Tensor, input: torch.Tensor, op: str) -> Pending:
         at = self._layouts.of(group)
@@ -300,7 +311,7 @@ class Hierarchical(Backend):
             self._within(at.inner, ops.REDUCE_SCATTER_TENSOR, lambda: (column, whole, _summed(op))),
             self._between(at.outer, ops.REDUCE_SCATTER_TENSOR, lambda: (output, column, _summed(op))),
         )
-        return self._run(steps, (lambda: divide(output, group.size)) if op == "avg" else None)
+        return self._run(output, steps, (lambda: divide(output, group.size)) if op == "avg" else None)
 
     def reduce_scatter(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str) -> Pending:
         at = self._layouts.of(group)
@@ -314,7 +325,7 @@ class Hierarchical(Backend):
                 at.outer, ops.REDUCE_SCATTER, lambda: (output, list(torch.split(column, sizes)), _summed(op))
             ),
         )
-        return self._run(steps, (lambda: divide(output, group.size)) if op == "avg" else None)
+        return self._run(output, steps, (lambda: divide(output, group.size)) if op == "avg" else None)
 
     def all_to_all_single(
         self,
@@ -342,7 +353,7 @@ class Hierarchical(Backend):
             self._within(at.inner, ops.ALL_TO_ALL_SINGLE, lambda: (middle, whole, None, None)),
             self._between(at.outer, ops.ALL_TO_ALL_SINGLE, lambda: (arrived, by_host(), None, None)),
         )
-        return self._run(steps, None if at.in_order else lambda: _put_in_order(arrived, at.by_host, target))
+        return self._run(target, steps, None if at.in_order else lambda: _put_in_order(arrived, at.by_host, target))
 
     def all_to_all(self, group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
         return self._exchange(group, [_bytes(output) for output in outputs], [_bytes(input) for input in inputs])
@@ -376,7 +387,7 @@ class Hierarchical(Backend):
             self._within(at.inner, ops.ALL_TO_ALL_SINGLE, through_host),
             self._between(at.outer, ops.ALL_TO_ALL_SINGLE, to_hosts),
         )
-        return self._run(steps, lambda: spread(arrived, [received[place] for place in at.by_host]))
+        return self._run(arrived, steps, lambda: spread(arrived, [received[place] for place in at.by_host]), reads=True)
 
 
 def pairs(backends: Mapping[str, type[Backend]]) -> dict[str, type[Hierarchical]]:

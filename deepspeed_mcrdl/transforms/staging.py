@@ -12,88 +12,14 @@ from typing import Any
 
 import torch
 
+from deepspeed_mcrdl.aside import Aside
 from deepspeed_mcrdl.groups import Group
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.streams import Device
-from deepspeed_mcrdl.transforms.turns import Turn, Turns
+from deepspeed_mcrdl.transforms.turns import Turns
 from deepspeed_mcrdl.work import Pending
 
 Method = Callable[..., Pending]
-
-
-class _Staged(Pending):
-    """A call on host buffers whose results are then copied to the device.
-
-    Args:
-        turn: the call on the host buffers.
-        device: the device that the results go to.
-        stream: the stream to copy on; its work so far comes after all earlier uses of the tensors.
-        results: (tensor on the device, its host buffer) of every output.
-        arguments: whatever else must live until it has ended.
-        turns: what keeps it alive until then.
-    """
-
-    host_driven = True
-    stream_ordered = True
-
-    def __init__(
-        self,
-        turn: Turn,
-        device: Device,
-        stream: Any,
-        results: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        arguments: Any,
-        turns: Turns,
-    ) -> None:
-        self._turn = turn
-        self._device = device
-        self._stream = stream
-        self._results = results
-        self._arguments = arguments
-        self._turns = turns
-        self._back: Any = None
-
-    def poll(self) -> bool:
-        if not (self.orderable() and self.copied_back()):
-            return False
-        self._end()
-        return True
-
-    def orderable(self) -> bool:
-        if self._back is not None:
-            return True
-        try:
-            if not self._turn.poll():
-                return False
-            with self._device.on(self._stream):
-                for tensor, buffer in self._results:
-                    self._device.copy(tensor, buffer)
-                self._back = self._device.record()
-        except Exception:
-            self._end()
-            raise
-        return True
-
-    def _end(self) -> None:
-        self._turns.release(self)
-        self._results, self._arguments = (), None
-
-    def order(self) -> None:
-        assert self._back is not None, "order() comes after orderable()"
-        self._device.wait(self._back)
-
-    def copied_back(self) -> bool:
-        """Return whether the results are on the device, so that no copy uses the buffers any more."""
-        return self._back is not None and self._device.done(self._back)
-
-    def block(self, limit_s: float) -> None:
-        if self._back is None:
-            self._turn.block(limit_s)
-        else:
-            super().block(limit_s)
-
-    def source_rank(self) -> int:
-        return self._turn.source_rank()
 
 
 def through_host(
@@ -119,11 +45,8 @@ def through_host(
         # Only the root of a gather writes; copied back, anything else's buffers would overwrite the outputs.
         writes = operation.root(*args) in (None, group.ranks[group.rank])
         sent = {id(tensor): tensor for tensor in (inputs if writes else (*inputs, *outputs)) if id(tensor) in devices}
-        # Each call has a stream of its own, so that no copy waits behind one that can't run yet.
-        stream = device.side_stream()
-        before = device.record()
-        with device.on(stream):
-            device.wait(before)
+        aside = Aside(device)
+        with aside.on():
             for key, tensor in sent.items():
                 device.copy(buffers[key], tensor)
             copied = device.record()
@@ -134,9 +57,12 @@ def through_host(
             (lambda: device.done(copied)) if sent else (lambda: True),
         )
         results = {id(tensor): (tensor, buffers[id(tensor)]) for tensor in outputs if id(tensor) in devices}
-        staged = _Staged(turn, device, stream, tuple(results.values()), (args, on_host), turns)
-        turns.keep(staged)
-        return staged
+
+        def copy_back() -> None:
+            for tensor, buffer in results.values():
+                device.copy(tensor, buffer)
+
+        return aside.then(turn, copy_back, (args, on_host))
 
     return call
 

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from deepspeed_mcrdl import aside
 from deepspeed_mcrdl.errors import CallFailedError
 from deepspeed_mcrdl.operations import OPERATIONS
 from deepspeed_mcrdl.streams import CudaDevice, Device, device_of
@@ -132,14 +133,14 @@ def test_leaving_out_a_part_of_the_order_is_caught(mutant):
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement"),
+    ("owner", "name", "replacement"),
     [
-        ("keep", lambda self, call: None),  # buffers are used again before they have been copied back
-        ("free", lambda self, lane: True),  # a call on host memory overtakes a staged one
+        (aside, "_keep", lambda call: None),  # buffers are used again before they have been copied back
+        (Turns, "free", lambda self, lane: True),  # a call on host memory overtakes a staged one
     ],
 )
-def test_letting_go_of_buffers_or_turns_is_caught(monkeypatch, name, replacement):
-    monkeypatch.setattr(Turns, name, replacement)
+def test_letting_go_of_buffers_or_turns_is_caught(monkeypatch, owner, name, replacement):
+    monkeypatch.setattr(owner, name, replacement)
     assert caught()
 
 
@@ -275,7 +276,7 @@ def test_outputs_that_nobody_holds_any_more_are_not_used_again_before_they_are_w
             pending.order()
         del pending
         ones(simulation, simulation.streams[0])  # which waits for nothing
-    assert len(host.turns._alive) < 5
+    assert len([call for call in aside._under_way if call.device is simulation]) < 5
 
 
 def test_an_error_at_the_start_is_that_of_its_own_call_and_leaves_the_outputs_alone(simulation, host):

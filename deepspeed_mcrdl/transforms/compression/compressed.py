@@ -12,6 +12,9 @@ Where the size of a payload depends on the values, the ranks exchange the sizes 
 
 Each half has a communicator of its own, a part of the group with all its ranks; `Turns` keeps the order of the calls
 on it, since its steps start when those before them are done.
+
+Tensors of a GPU are encoded and decoded there, on streams beside the caller's (`Aside`). One stream carries all calls
+of a group, or all their pieces of one number: what error feedback has kept belongs to it and is in order on it.
 """
 
 from __future__ import annotations
@@ -22,13 +25,16 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_mcrdl import operations as ops
+from deepspeed_mcrdl.aside import Aside
 from deepspeed_mcrdl.backends.base import Backend, joined
 from deepspeed_mcrdl.groups import Group, Groups
 from deepspeed_mcrdl.operations import Operation
+from deepspeed_mcrdl.streams import Device, device_of
 from deepspeed_mcrdl.transforms.compression.codec import Codec
 from deepspeed_mcrdl.transforms.compression.feedback import ErrorFeedback
 from deepspeed_mcrdl.transforms.compression.identity import Identities
-from deepspeed_mcrdl.transforms.turns import Fit, Step, Turns
+from deepspeed_mcrdl.transforms.steps import Fit, Step, chain
+from deepspeed_mcrdl.transforms.turns import Turns
 from deepspeed_mcrdl.work import Pending, Together
 
 # What a backend must have to carry a compressed call.
@@ -50,6 +56,30 @@ class Half(NamedTuple):
     generator: torch.Generator
 
 
+class Halves(NamedTuple):
+    """What carries the calls of a group on tensors of one device.
+
+    Attributes:
+        to_owners: the way to the owners.
+        from_owners: the way from them.
+        device: what orders work there; None for host memory.
+        streams: by the number of a piece: the stream of its work.
+    """
+
+    to_owners: Half
+    from_owners: Half
+    device: Device | None
+    streams: dict[int, Any]
+
+    def aside(self, number: int, reads: bool) -> Aside | None:
+        """Return where the work of a call, or of its piece of this number, goes beside the caller's."""
+        if self.device is None:
+            return None
+        if number not in self.streams:
+            self.streams[number] = self.device.side_stream()
+        return Aside(self.device, self.streams[number], reads)
+
+
 class Compressed:
     """Carries calls with one codec.
 
@@ -63,6 +93,7 @@ class Compressed:
         join: makes the communicator of a part of a group in a backend, once; every member calls it.
         fit: gives a backend's method for a step.
         feedback_bytes: the most that residuals may take.
+        device_of: tensor -> the device it is on, None for host memory.
     """
 
     def __init__(
@@ -72,13 +103,15 @@ class Compressed:
         join: Callable[[Backend, Group], None],
         fit: Fit,
         feedback_bytes: int,
+        device_of: Callable[[torch.Tensor], Device | None] = device_of,
     ) -> None:
         self.codec = codec
         self._groups = groups
         self._join = join
         self._fit = fit
         self._turns = Turns()
-        self._halves: dict[Group, tuple[Half, Half]] = {}
+        self._device_of = device_of
+        self._halves: dict[tuple[Group, torch.device], Halves] = {}
         self._feedback: dict[Group, ErrorFeedback] = {}
         self._feedback_bytes = feedback_bytes
         self.identities = Identities(self._forget)
@@ -91,27 +124,46 @@ class Compressed:
         """Forget a group; return its parts, whose communicators are to be freed."""
         self._feedback.pop(group, None)
         self.identities.discard(group)
-        return tuple(half.part for half in self._halves.pop(group, ()))
+        left = [self._halves.pop(key) for key in tuple(self._halves) if key[0] is group]
+        return tuple(half.part for halves in left for half in (halves.to_owners, halves.from_owners))
 
     def reset(self) -> None:
         """Forget what error feedback has kept."""
         for feedback in self._feedback.values():
             feedback.reset()
 
-    def prepare(self, backend: Backend, group: Group) -> tuple[Half, Half]:
-        """Make the communicators of a group's calls by `backend`; every member calls it at the same place."""
-        if group not in self._halves:
-            to_owners, from_owners = (self._half(group, way) for way in ("to owners", "from owners"))
-            self._halves[group] = to_owners, from_owners
-        halves = self._halves[group]
-        for half in halves:
+    def prepare(self, backend: Backend, group: Group, device: torch.device) -> Halves:
+        """Make the communicators of a group's calls by `backend`; every member calls it at the same place.
+
+        Args:
+            backend: what carries their steps.
+            group: the group.
+            device: where the tensors are.
+        """
+        known = group, device
+        if known not in self._halves:
+            self._halves[known] = self._new_halves(group, device)
+        halves = self._halves[known]
+        for half in (halves.to_owners, halves.from_owners):
             self._join(backend, half.part)
         return halves
 
-    def _half(self, group: Group, way: str) -> Half:
-        ranks = group.ranks
-        part = self._groups.make(ranks, f"{group.name}/{group.number} compressed {self.codec.name} {way}")
-        return Half(part, torch.Generator().manual_seed(_SEED + ranks[group.rank]))
+    def _new_halves(self, group: Group, device: torch.device) -> Halves:
+        name = f"{group.name}/{group.number} compressed {self.codec.name}"
+        to_owners, from_owners = (
+            Half(self._groups.make(group.ranks, f"{name} {way}"), self._generator(group, device))
+            for way in ("to owners", "from owners")
+        )
+        probe = torch.zeros(1, device=device)
+        work_on = self._device_of(probe)
+        if work_on is not None:
+            with work_on.on(work_on.side_stream()):  # what a codec keeps on a device is copied there now, not in a call
+                self.codec.decode(self.codec.encode(probe, self._generator(group, device)), 1, probe.dtype)
+        return Halves(to_owners, from_owners, work_on, {})
+
+    @staticmethod
+    def _generator(group: Group, device: torch.device) -> torch.Generator:
+        return torch.Generator(device).manual_seed(_SEED + group.ranks[group.rank])
 
     def all_reduce(self, backend: Backend, partitions: int, group: Group, tensor: torch.Tensor, op: str) -> Pending:
         """Start an all_reduce.
@@ -120,7 +172,7 @@ class Compressed:
             backend: what carries its steps, for which `prepare` was called.
             partitions: pieces that are encoded and sent one after the other, while those before are under way.
             group: the group.
-            tensor: a contiguous float tensor in host memory.
+            tensor: a contiguous float tensor.
             op: "sum" or "avg".
 
         Raises:
@@ -128,7 +180,7 @@ class Compressed:
         """
         if not self.codec.wants_feedback:
             return self.reduce(backend, partitions, group, tensor, op, 0, None)
-        place = self.identities.place(group, (ops.ALL_REDUCE.name, op, tensor.numel(), tensor.dtype))
+        place = self.identities.place(group, (ops.ALL_REDUCE.name, op, tensor.numel(), tensor.dtype, tensor.device))
         if group not in self._feedback:
             self._feedback[group] = self.new_feedback()
         return self.reduce(backend, partitions, group, tensor, op, place, self._feedback[group])
@@ -164,7 +216,8 @@ class Compressed:
         key: tuple[int, int],
         feedback: ErrorFeedback | None,
     ) -> Pending:
-        to_owners, from_owners = self._halves[group]
+        halves = self._halves[group, flat.device]
+        to_owners, from_owners = halves.to_owners, halves.from_owners
         parts = partitioned(flat, group.size)
         own = parts[group.rank]
 
@@ -180,7 +233,7 @@ class Compressed:
             ]
 
         def total() -> torch.Tensor:
-            sums = torch.zeros(own.numel(), dtype=torch.float32)
+            sums = own.new_zeros(own.numel(), dtype=torch.float32)
             for place, payload in enumerate(received()):
                 if place == group.rank:
                     sums.add_(own)
@@ -199,15 +252,17 @@ class Compressed:
                 self.codec.decode_into(payload, part)
 
         sizes = self._sizes(parts)
-        first, received = self._to_each(backend, to_owners.part, others, sizes)
-        second, gathered = self._to_all(backend, from_owners.part, total, sizes)
-        return self._turns.chain(self._fit, [*first, *second], finish)
+        first, received = self._to_each(backend, to_owners.part, others, sizes, flat.device)
+        second, gathered = self._to_all(backend, from_owners.part, total, sizes, flat.device)
+        aside = halves.aside(key[1], reads=sizes is None)
+        return chain(self._turns, self._fit, [*first, *second], finish, aside)
 
     def all_to_all_single(
         self, backend: Backend, group: Group, output: torch.Tensor, input: torch.Tensor, *splits: None
     ) -> Pending:
-        """Start an all_to_all_single of even blocks of contiguous float tensors in host memory."""
-        to_owners, _ = self._halves[group]
+        """Start an all_to_all_single of even blocks of contiguous float tensors."""
+        halves = self._halves[group, input.device]
+        to_owners = halves.to_owners
         blocks = partitioned(input.detach().view(-1), group.size)
         targets = partitioned(output.detach().view(-1), group.size)
         own = blocks[group.rank].clone()
@@ -227,8 +282,9 @@ class Compressed:
                 else:
                     self.codec.decode_into(payload, target)
 
-        steps, received = self._to_each(backend, to_owners.part, others, self._sizes(blocks))
-        return self._turns.chain(self._fit, steps, finish)
+        sizes = self._sizes(blocks)
+        steps, received = self._to_each(backend, to_owners.part, others, sizes, input.device)
+        return chain(self._turns, self._fit, steps, finish, halves.aside(0, reads=sizes is None))
 
     def _forget(self, group: Group) -> None:
         if group in self._feedback:
@@ -241,7 +297,7 @@ class Compressed:
         return known if len(known) == len(sizes) else None
 
     def _to_each(
-        self, backend: Backend, part: Group, payloads: Payloads, sizes: Sequence[int] | None
+        self, backend: Backend, part: Group, payloads: Payloads, sizes: Sequence[int] | None, device: torch.device
     ) -> tuple[list[Step], Payloads]:
         """Return the steps that send each rank its payload, and what then gives those received.
 
@@ -250,17 +306,18 @@ class Compressed:
             part: the ranks.
             payloads: called once, when the first step starts; this rank's own is empty.
             sizes: the size of the payload for each rank, whoever sends it, if it is known.
+            device: where payloads are.
         """
         arrived: list[torch.Tensor] = []
         encoded: list[torch.Tensor] = []
-        heard = torch.empty(part.size, dtype=torch.int64)
+        heard = torch.empty(part.size, dtype=torch.int64, device=taken_from(backend, device))
 
         def step(operation: Operation, arguments: Callable[[], tuple[Any, ...]]) -> Step:
             return Step(backend, part, operation, arguments)
 
         def told() -> tuple[Any, ...]:
             encoded.extend(payloads())
-            return heard, torch.tensor([payload.numel() for payload in encoded]), None, None
+            return heard, heard.new_tensor([payload.numel() for payload in encoded]), None, None
 
         def data() -> tuple[Any, ...]:
             if sizes is None:
@@ -268,7 +325,7 @@ class Compressed:
             else:
                 encoded.extend(payloads())
                 counts = [0 if place == part.rank else sizes[part.rank] for place in range(part.size)]
-            whole = torch.empty(sum(counts), dtype=torch.uint8)
+            whole = torch.empty(sum(counts), dtype=torch.uint8, device=device)
             arrived.extend(torch.split(whole, counts))
             arguments = whole, joined(encoded), counts, [payload.numel() for payload in encoded]
             encoded.clear()
@@ -280,32 +337,42 @@ class Compressed:
         return steps, lambda: arrived
 
     def _to_all(
-        self, backend: Backend, part: Group, payload: Callable[[], torch.Tensor], sizes: Sequence[int] | None
+        self,
+        backend: Backend,
+        part: Group,
+        payload: Callable[[], torch.Tensor],
+        sizes: Sequence[int] | None,
+        device: torch.device,
     ) -> tuple[list[Step], Payloads]:
         """Return the steps that send this rank's payload to all, and what then gives those of all ranks."""
         arrived: list[torch.Tensor] = []
         encoded: list[torch.Tensor] = []
-        heard = torch.empty(part.size, dtype=torch.int64)
+        heard = torch.empty(part.size, dtype=torch.int64, device=taken_from(backend, device))
         even = sizes is not None and min(sizes) == max(sizes)
 
         def told() -> tuple[Any, ...]:
             encoded.append(payload())
-            return heard, torch.tensor([encoded[0].numel()])
+            return heard, heard.new_tensor([encoded[0].numel()])
 
         def data() -> tuple[Any, ...]:
             own = encoded.pop() if encoded else payload()
             counts = heard.tolist() if sizes is None else list(sizes)
             if even:
-                whole = torch.empty(sum(counts), dtype=torch.uint8)
+                whole = torch.empty(sum(counts), dtype=torch.uint8, device=device)
                 arrived.extend(torch.split(whole, counts))
                 return whole, own
-            arrived.extend(torch.empty(count, dtype=torch.uint8) for count in counts)
+            arrived.extend(torch.empty(count, dtype=torch.uint8, device=device) for count in counts)
             return list(arrived), own
 
         steps = [Step(backend, part, ops.ALL_GATHER_INTO_TENSOR if even else ops.ALL_GATHER, data)]
         if sizes is None:
             steps.insert(0, Step(backend, part, ops.ALL_GATHER_INTO_TENSOR, told))
         return steps, lambda: arrived
+
+
+def taken_from(backend: Backend, device: torch.device) -> torch.device:
+    """Return where numbers for the host are to be, that a backend carries for calls on tensors of `device`."""
+    return torch.device("cpu") if "cpu" in backend.devices else device
 
 
 def partitioned(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:

@@ -18,13 +18,14 @@ from deepspeed_mcrdl.messages import logger, warn_once
 from deepspeed_mcrdl.operations import Operation
 from deepspeed_mcrdl.routing.router import Key
 from deepspeed_mcrdl.safety import Progress
+from deepspeed_mcrdl.streams import DEVICE_TYPES
 from deepspeed_mcrdl.transforms.compression.calibration import Figures, calibrate, confirm, largest
 from deepspeed_mcrdl.transforms.compression.cast import Cast
 from deepspeed_mcrdl.transforms.compression.codec import GRADIENTS, Codec, installed
 from deepspeed_mcrdl.transforms.compression.compressed import STEPS, Compressed
 from deepspeed_mcrdl.transforms.compression.plan import MARGIN, Plan, choose
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
-from deepspeed_mcrdl.transforms.turns import Fit
+from deepspeed_mcrdl.transforms.steps import Fit
 from deepspeed_mcrdl.work import Pending
 
 Method = Callable[..., Pending]
@@ -142,7 +143,9 @@ class Policy:
         """
         if not self._is_for(key) or group.size == 1:
             return None
-        carriers = self._carriers(group)
+        inputs, outputs = operation.tensors(*args)
+        device = next(iter((*inputs, *outputs))).device
+        carriers = self._carriers(group, device)
         if not carriers:
             warn_once(f"{key}: not compressed: no backend in use carries what a compressed call is made of")
             return None
@@ -150,20 +153,19 @@ class Policy:
             # What makes one rank ask again, such as another way to name the group, the others need not share.
             known = group, key, backend.name
             if known not in self._plans:
-                self._plans[known] = self._plan(carriers, backend, operation, group, key)
+                self._plans[known] = self._plan(carriers, backend, operation, group, key, device)
             plan = self._plans[known]
             if not plan.compress:
                 return None
             carrier, partitions = carriers[plan.carrier], plan.partitions
         else:
             carrier, partitions = carriers.get(backend.name, next(iter(carriers.values()))), 1
-        self.compressed.prepare(carrier, group)
+        self.compressed.prepare(carrier, group, device)
         method: Method
         if operation is ops.ALL_REDUCE:
             method = partial(self.compressed.all_reduce, carrier, partitions)
         else:
             method = partial(self.compressed.all_to_all_single, carrier)
-        inputs, outputs = operation.tensors(*args)
         if not all(tensor.is_contiguous() for tensor in (*inputs, *outputs)):
             method = through_contiguous(operation, method)
         if self._config.warmup_steps:
@@ -183,32 +185,48 @@ class Policy:
             key.operation.name in self._config.operations
             and key.kind in self._config.groups
             and key.dtype in GRADIENTS
-            and key.device == "cpu"
+            and key.device in DEVICE_TYPES
             and key.op in (None, "sum", "avg")
             and key.bytes is not None
             and key.bytes >= self._config.min_bytes
         )
 
-    def _carriers(self, group: Group) -> dict[str, Backend]:
+    def _carriers(self, group: Group, device: torch.device) -> dict[str, Backend]:
         """Return what can carry the steps of compressed calls, in order of preference."""
-        return {name: way for name, way in self._ways.items() if _able(way, group)}
+        return {name: way for name, way in self._ways.items() if _able(way, group, device)}
 
-    def figures(self, backend: Backend, operation: Operation, group: Group, dtype: torch.dtype) -> Figures:
+    def figures(
+        self, backend: Backend, operation: Operation, group: Group, dtype: torch.dtype, device: torch.device
+    ) -> Figures:
         """Return what plans of calls that `backend` would carry go by, measured once; every member calls it."""
-        known = group, operation, dtype, backend.name
+        known = group, operation, dtype, backend.name, device
         if known not in self._figures:
             self._figures[known] = calibrate(
-                self.compressed, self._carriers(group), backend, operation, group, dtype, self._progress, self._fit
+                self.compressed,
+                self._carriers(group, device),
+                backend,
+                operation,
+                group,
+                dtype,
+                device,
+                self._progress,
+                self._fit,
             )
         return self._figures[known]
 
     def _plan(
-        self, carriers: Mapping[str, Backend], backend: Backend, operation: Operation, group: Group, key: Key
+        self,
+        carriers: Mapping[str, Backend],
+        backend: Backend,
+        operation: Operation,
+        group: Group,
+        key: Key,
+        device: torch.device,
     ) -> Plan:
         """Return what is to be done, predicted and then measured; every member calls it at the same place."""
         assert key.dtype is not None
         assert key.bytes is not None
-        figures = self.figures(backend, operation, group, key.dtype)
+        figures = self.figures(backend, operation, group, key.dtype, device)
         plan = choose(*figures, key.bytes, group.size, operation is ops.ALL_REDUCE)
         if group.rank == 0:
             logger.info(
@@ -225,16 +243,18 @@ class Policy:
         # The first rank's: another kind of processor may round a prediction otherwise.
         names = list(carriers)
         mine = [plan.compress, names.index(plan.carrier), plan.partitions] if group.rank == 0 else [0, 0, 0]
-        compress, place, partitions = largest(mine, backend, group, self._progress, self._fit)
+        compress, place, partitions = largest(mine, backend, group, device, self._progress, self._fit)
         plan = plan._replace(compress=bool(compress), carrier=names[int(place)], partitions=int(partitions))
-        pays = plan.compress and self._pays(plan, carriers[plan.carrier], backend, group, key)
+        pays = plan.compress and self._pays(plan, carriers[plan.carrier], backend, group, key, device)
         return plan._replace(compress=pays)
 
-    def _pays(self, plan: Plan, carrier: Backend, backend: Backend, group: Group, key: Key) -> bool:
+    def _pays(
+        self, plan: Plan, carrier: Backend, backend: Backend, group: Group, key: Key, device: torch.device
+    ) -> bool:
         """Return whether what was predicted to be faster is measured to be."""
-        self.compressed.prepare(carrier, group)
+        self.compressed.prepare(carrier, group, device)
         us, plain_us = confirm(
-            self.compressed, carrier, plan.partitions, backend, key, group, self._progress, self._fit
+            self.compressed, carrier, plan.partitions, backend, key, group, device, self._progress, self._fit
         )
         pays = us < MARGIN * plain_us
         if group.rank == 0:
@@ -246,8 +266,10 @@ class Policy:
         return pays
 
 
-def _able(way: Backend, group: Group) -> bool:
-    lacks = (way.lacks(step, dtype, "cpu", None) for step in STEPS for dtype in (torch.uint8, torch.int64))
+def _able(way: Backend, group: Group, device: torch.device) -> bool:
+    # Payloads of a GPU go through host memory to a backend that takes only that.
+    place = device.type if device.type in way.devices else "cpu"
+    lacks = (way.lacks(step, dtype, place, None) for step in STEPS for dtype in (torch.uint8, torch.int64))
     return way.misfit(group.mesh) is None and all(lack is None for lack in lacks)
 
 

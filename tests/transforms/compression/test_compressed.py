@@ -242,7 +242,7 @@ def _in_pieces(name, backend):
     runtime, rank, size = cdb.runtime, cdb.get_rank(), cdb.get_world_size()
     world, carrier = runtime.groups.world, runtime.ways[backend]
     carried = runtime.compression.compressed
-    carried.prepare(carrier, world)
+    carried.prepare(carrier, world, torch.device("cpu"))
     tensors = gradients(ODD, size)
     results = [tensors[rank].clone() for _ in range(3)]
     works = [
@@ -435,7 +435,7 @@ def _planned():
     decides = cdb.runtime.compression
     ((key, figures),) = decides._figures.items()
     backend = cdb.runtime.backends[key[3]]
-    same = figures is decides.figures(backend, ops.ALL_REDUCE, cdb.runtime.groups.world, torch.float32)
+    same = figures is decides.figures(backend, ops.ALL_REDUCE, cdb.runtime.groups.world, torch.float32, tensor.device)
     text = cdb.runtime.describe()
     plain()
     return figures, same, tensor, text

@@ -1,0 +1,153 @@
+"""A call's own work on a device: on a stream beside the caller's and in order with it, blocking nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+from deepspeed_mcrdl.streams import Device, device_of
+from deepspeed_mcrdl.work import Pending, Then
+
+T = TypeVar("T")
+
+_under_way: set[Streamed] = set()
+
+
+class Aside:
+    """A stream beside the caller's, for the work of one call: it begins after what the caller has issued so far.
+
+    Args:
+        device: the device.
+        stream: the stream; None: one of the call's own, so that no call waits behind another that can't run yet.
+        reads: whether the host reads what the device computes in the call. Each part of the call then starts when what
+            is before it has happened, rather than been put in order, so that no reading blocks.
+    """
+
+    def __init__(self, device: Device, stream: Any = None, reads: bool = False) -> None:
+        self.device = device
+        self._stream = device.side_stream() if stream is None else stream
+        self._reads = reads
+        before = device.record()
+        with self.on():
+            device.wait(before)
+            self._begun = device.record()
+
+    def on(self) -> AbstractContextManager[Any]:
+        """Make the stream the current one within a "with" statement."""
+        return self.device.on(self._stream)
+
+    def ready(self, after: Pending | None) -> bool:
+        """Return whether `run` may be called. Must not block.
+
+        Args:
+            after: what is before it, which gets a chance to progress; None: what the caller had issued.
+        """
+        if after is None:
+            return not self._reads or self.device.done(self._begun)
+        return after.orderable() if after.stream_ordered and not self._reads else after.poll()
+
+    def run(self, function: Callable[[], T], after: Pending | None) -> T:
+        """Return what `function` returns, whose work goes to the stream after `after`."""
+        with self.on():
+            if after is not None and after.stream_ordered:
+                after.order()
+            return function()
+
+    def then(self, first: Pending, step: Callable[[], object], holds: Any = None) -> Pending:
+        """Return `first` followed by `step`, whose work is the device's; for `holds` see Streamed."""
+        call = Streamed(first, self, step, holds)
+        _keep(call)
+        if not first.host_driven:
+            call.orderable()
+        return call
+
+
+class Streamed(Pending):
+    """A call that ends with work on a device.
+
+    It is done when that has happened, and can be put in order with a stream as soon as that has been issued.
+
+    Args:
+        first: what is before that work.
+        aside: where the work goes; all earlier uses of the call's tensors come before.
+        step: issues it.
+        holds: whatever must live until it has happened.
+    """
+
+    stream_ordered = True
+
+    def __init__(self, first: Pending, aside: Aside, step: Callable[[], object], holds: Any) -> None:
+        self._first = first
+        self._aside = aside
+        self._step: Callable[[], object] | None = step
+        self._holds = holds
+        self._back: Any = None
+        self.host_driven = first.host_driven
+        self.yields_s = first.yields_s
+
+    @property
+    def device(self) -> Device:
+        """The device."""
+        return self._aside.device
+
+    def poll(self) -> bool:
+        if not (self.orderable() and self.ended()):
+            return False
+        self._end()
+        return True
+
+    def orderable(self) -> bool:
+        if self._back is not None:
+            return True
+        try:
+            if not self._aside.ready(self._first):
+                self.yields_s = self._first.yields_s
+                return False
+            self._back = self._aside.run(self._issue, self._first)
+        except Exception:
+            self._end()
+            raise
+        return True
+
+    def _issue(self) -> Any:
+        if self._step is not None:
+            self._step()
+        return self.device.record()
+
+    def _end(self) -> None:
+        _under_way.discard(self)
+        self._step = self._holds = None
+
+    def order(self) -> None:
+        assert self._back is not None, "order() comes after orderable()"
+        self.device.wait(self._back)
+
+    def ended(self) -> bool:
+        """Return whether the work has happened, so that nothing uses the tensors any more."""
+        return self._back is not None and self.device.done(self._back)
+
+    def block(self, limit_s: float) -> None:
+        if self._back is None:
+            self._first.block(limit_s)
+        else:
+            super().block(limit_s)
+
+    def source_rank(self) -> int:
+        return self._first.source_rank()
+
+
+def then(first: Pending, step: Callable[[], None], tensor: torch.Tensor) -> Pending:
+    """Return `first` followed by `step`, which works on `tensor`, wherever that is."""
+    device = device_of(tensor)
+    return Then(first, step) if device is None else Aside(device).then(first, step)
+
+
+def _keep(call: Streamed) -> None:
+    """Keep what `call` holds until it has ended, even if nobody waits for it any more."""
+    for other in tuple(_under_way):
+        if other.device is call.device and other.ended():
+            _under_way.discard(other)
+    _under_way.add(call)
