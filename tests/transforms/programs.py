@@ -11,10 +11,12 @@ from collections import defaultdict
 
 import torch
 
+from deepspeed_mcrdl.aside import Aside
 from deepspeed_mcrdl.groups import Group, Mesh
 from deepspeed_mcrdl.operations import OPERATIONS
 from deepspeed_mcrdl.safety import Call, Progress
 from deepspeed_mcrdl.transforms.staging import in_turn, through_host
+from deepspeed_mcrdl.transforms.steps import Step, chain
 from deepspeed_mcrdl.transforms.turns import Turns
 from deepspeed_mcrdl.work import Pending, Work
 
@@ -71,8 +73,9 @@ class HostCall(Pending):
 
     host_driven = True
 
-    def __init__(self, world, operation, args, polls):
+    def __init__(self, world, operation, args, polls, carry_out=carry_out):
         self._world, self._operation, self._args, self._polls = world, operation, args, polls
+        self._carry_out = carry_out
         self._inputs, self._outputs = OPERATIONS[operation].tensors(*args)
         world.host_access(self._inputs)
 
@@ -82,8 +85,35 @@ class HostCall(Pending):
         if self._polls > 0:
             return False
         self._world.host_access(self._inputs, self._outputs)
-        carry_out(self._operation, self._args)
+        self._carry_out(self._operation, self._args)
         return True
+
+
+class DeviceCall(Pending):
+    """A call of a backend that has a stream of its own, as NCCL has: it waits for the stream that is current."""
+
+    stream_ordered = True
+
+    def __init__(self, world, operation, args):
+        self._world = world
+        before = world.record()
+        with world.on(world.side_stream()):
+            world.wait(before)
+            output, value = args[0], args[0 if operation == "all_reduce" else 1]
+            world.launch(lambda value: _result(operation, value), output, value)
+            self._event = world.record()
+
+    def poll(self):
+        return self._world.done(self._event)
+
+    def order(self):
+        self._world.wait(self._event)
+
+
+def _result(operation, value):
+    output = value.clone() if operation == "all_reduce" else value.new_empty(2, value.numel())
+    carry_out(operation, (output, value) if operation != "all_reduce" else (output, "sum"))
+    return output
 
 
 class Value:
@@ -109,6 +139,9 @@ class Program:
         self.progress = Progress(timeout_s=20)
         self.turns = Turns()
         self.groups = [group(0), group(1)]
+        self.parts = [(group(2), group(3)), (group(4), group(5))]  # of calls in steps
+        self.shared = [world.side_stream() for _ in self.parts]
+        self.chains = Turns()
         self.values = []
         self.outstanding = []
         self.started, self.issued = defaultdict(list), defaultdict(list)
@@ -121,7 +154,10 @@ class Program:
         """
         for _ in range(3):
             self._new_value()
-        actions = [self._kernel, self._call, self._call, self._host_call, self._finish, self._synchronize_streams]
+        actions = [
+            *(self._kernel, self._call, self._call, self._host_call, self._call_in_steps),
+            *(self._finish, self._synchronize_streams),
+        ]
         for _ in range(steps):
             self.random.choice(actions)()
         while self.outstanding:
@@ -239,12 +275,67 @@ class Program:
             self.started[lane].append(number)
             return HostCall(self.world, name, args, polls)
 
-        if staged:
-            method = through_host(operation, method, lambda tensor: self.device, self.turns)
-        else:
-            method = in_turn(operation, method, self.turns)
-        pending = method(where, *args)
-        call = Call(operation, where, "host", number)
+        method = self._staged(operation, method) if staged else in_turn(operation, method, self.turns)
+        self._wait_for(method(where, *args), Call(operation, where, "host", number), values, staged)
+
+    def _call_in_steps(self):
+        """Make a call of two steps with kernels before, between and after them, each step by a backend of either kind;
+        the host may have to read what the device has computed."""
+        stream, (value,) = self._usable(1)
+        number = self.random.randrange(2)
+        first, second = self.parts[number]
+        reads = self.random.random() < 0.5
+        backends = [self.random.choice(["host", "device"]) for _ in range(2)]
+        lanes = [(backends[0], first), (backends[1], second)]
+        places = {lane: len(self.issued[lane]) for lane in lanes}
+        for lane, place in places.items():
+            self.issued[lane].append(place)
+        polls, tensor, made = self.random.randrange(6), value.tensor, []
+
+        def summed():
+            made.append(self.world.empty(SIZE))
+            self.world.launch(lambda a: (a + 3) % PRIME, made[0], tensor)
+            return made[0], "sum"
+
+        def gathered():
+            known = 1
+            if reads:
+                self.world.host_access([made[0]])
+                known = int(made[0][0])
+            made.extend((self.world.empty(SIZE), self.world.empty(2, SIZE)))
+            self.world.launch(lambda a: (a * known) % PRIME, made[1], made[0])
+            return made[2], made[1]
+
+        def finish():
+            self.world.launch(lambda rows: (rows[0] + 2 * rows[1]) % PRIME, tensor, made[2])
+            made.clear()
+
+        def fit(backend, operation, where, args):
+            def method(where, *args):
+                self.started[backend, where].append(places[backend, where])
+                if backend == "device":
+                    return DeviceCall(self.world, operation.name, args)
+                return HostCall(self.world, operation.name, args, polls)
+
+            return method if backend == "device" else self._staged(operation, method)
+
+        expected = _result("all_reduce", (value.expected + 3) % PRIME)
+        expected = _result("all_gather_into_tensor", (expected * (expected[0] if reads else 1)) % PRIME)
+        value.expected.copy_((expected[0] + 2 * expected[1]) % PRIME)
+        steps = [
+            Step(backends[0], first, OPERATIONS["all_reduce"], summed),
+            Step(backends[1], second, OPERATIONS["all_gather_into_tensor"], gathered),
+        ]
+        with self.world.on(stream):
+            aside = Aside(self.device, self.random.choice([None, self.shared[number]]), reads)
+            pending = chain(self.chains, fit, steps, finish, aside)
+            self._wait_for(pending, Call(OPERATIONS["all_reduce"], first, "steps", 0), [value], True)
+
+    def _staged(self, operation, method):
+        return through_host(operation, method, lambda tensor: self.device, self.turns)
+
+    def _wait_for(self, pending, call, values, on_device):
+        """Wait for a call now, or later."""
         blocking = self.random.random()
         if blocking < 0.3:
             if blocking < 0.15 or not pending.stream_ordered:
@@ -255,7 +346,7 @@ class Program:
             return
         for value in values:
             value.stream = None
-        self.outstanding.append((Work(pending, call, self.progress), values if staged else []))
+        self.outstanding.append((Work(pending, call, self.progress), values if on_device else []))
 
     def _finish(self, last=True):
         """Wait for a call, on any stream, which may use its tensors from then on."""

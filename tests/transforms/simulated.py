@@ -10,8 +10,12 @@ import random
 import weakref
 from collections import deque
 from contextlib import contextmanager
+from functools import partial
 
+import numpy
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from deepspeed_mcrdl.streams import Device
 
@@ -77,21 +81,33 @@ class Accesses:
 
 
 class Memory:
-    """Memory that is used again as soon as nobody holds the tensor that was handed out, as by a caching allocator."""
+    """Memory that is used again as soon as nobody holds a tensor of it, as by a caching allocator."""
 
     def __init__(self):
         self._free = {}
-        self.slots = []
+        self._slots = {}
 
+    @_disable_current_modes()
     def take(self, owner, shape, dtype):
-        free = self._free.setdefault((owner, shape, dtype), [])
+        nbytes = shape.numel() * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype)
+        free = self._free.setdefault((owner, nbytes), [])
         if not free:
-            free.append(torch.full(shape, -1, dtype=dtype))
-            self.slots.append(free[-1])
+            free.append(numpy.full(nbytes, 0xFF, dtype=numpy.uint8))
+            self._slots[free[-1].ctypes.data] = free[-1]
         slot = free.pop()
-        tensor = slot.detach()
-        weakref.finalize(tensor, free.append, slot).atexit = False
-        return tensor
+        handed_out = slot.view()  # which the tensor's storage holds
+        weakref.finalize(handed_out, free.append, slot).atexit = False
+        return torch.frombuffer(handed_out, dtype=dtype).view(shape)
+
+    def address(self, tensor):
+        """Return a tensor at the same address, which holds nothing; the tensor itself if it isn't in this memory."""
+        slot = self._slots.get(tensor.untyped_storage().data_ptr())
+        if slot is None or not tensor.numel():
+            return tensor
+        whole = torch.frombuffer(slot, dtype=tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class Simulation(Device):
@@ -163,14 +179,20 @@ class Simulation(Device):
 
     def empty(self, *shape):
         """Return memory of the current stream, which its own kernels may use at once."""
-        return self._memory.take(self.current.name, torch.Size(shape), torch.int64)
+        return self.allocate(torch.Size(shape), torch.int64)
 
+    def allocate(self, shape, dtype):
+        """Return memory of the current stream, as `empty` does."""
+        return self._memory.take(self.current.name, shape, dtype)
+
+    @_disable_current_modes()
     def launch(self, function, output, *inputs):
         """Issue the kernel output = function(*inputs) on the current stream."""
         stream = self._issue()
         self._accesses.check(stream, inputs, [output])
         # A queue on a device holds addresses; it keeps nothing alive.
-        self._put(("kernel", function, output.detach(), [tensor.detach() for tensor in inputs]))
+        addresses = [self._memory.address(tensor) for tensor in inputs]
+        self._put(("kernel", function, self._memory.address(output), addresses))
 
     def hold(self):
         """Make the current stream stand still until `release` is given the event that is returned."""
@@ -181,6 +203,7 @@ class Simulation(Device):
     def release(self, event):
         event.happened = True
 
+    @_disable_current_modes()
     def host_access(self, reads=(), writes=()):
         """The host reads and writes memory now."""
         self._accesses.check(self._host, reads, writes)
@@ -200,6 +223,7 @@ class Simulation(Device):
         self.current.queue.append(item)
         self._at_work[self.current] = None
 
+    @_disable_current_modes()
     def _run(self, until):
         while True:
             while any(self._begin(stream) for stream in tuple(self._at_work)):
@@ -238,6 +262,60 @@ class Simulation(Device):
         _, output, result = stream.queue.popleft()
         output.copy_(result)
         stream.busy_until = None
+
+
+class Kernels(TorchDispatchMode):
+    """Makes kernels on the current stream of every torch operation that is called within it, one for each result."""
+
+    def __init__(self, simulation):
+        super().__init__()
+        self._simulation = simulation
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        leaves, tree = tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaves[place] for place in places]
+        written = _written(func, args, kwargs)
+
+        def run(*values):
+            call = list(leaves)
+            for place, value in zip(places, values, strict=True):
+                call[place] = value
+            again, named = tree_unflatten(call, tree)
+            result = func(*again, **named)
+            return result if written is None else _written(func, again, named)
+
+        if written is not None:
+            self._simulation.launch(run, written, *inputs)
+            return written
+        if func is torch.ops.aten.nonzero.default:  # the host waits for it, to know its size
+            self._simulation.synchronize(self._simulation.record())
+            self._simulation.host_access(inputs)
+            likes = run(*inputs)
+        else:
+            likes = run(*(tensor.to("meta") for tensor in inputs))
+        found, returned = tree_flatten(likes)
+        outputs = [self._simulation.allocate(like.shape, like.dtype) for like in found]
+        if "empty" not in func.name():
+            for number, output in enumerate(outputs):
+                self._simulation.launch(partial(_nth, run, number), output, *inputs)
+        return tree_unflatten(outputs, returned)
+
+
+def _nth(run, number, *values):
+    return tree_flatten(run(*values))[0][number]
+
+
+def _written(func, args, kwargs):
+    """Return the tensor among the arguments that an operation writes to, None if it returns a new one."""
+    arguments = func._schema.arguments
+    for place, argument in enumerate(arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return args[place] if place < len(args) else kwargs[argument.name]
+    return None
 
 
 def _addresses(tensor):

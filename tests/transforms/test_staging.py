@@ -144,11 +144,28 @@ def test_letting_go_of_buffers_or_turns_is_caught(monkeypatch, owner, name, repl
     assert caught()
 
 
+def run_without_order(self, function, after):
+    with self.on():
+        return function()
+
+
+def ready_as_if_nothing_was_read(self, after):
+    return after is None or (after.orderable() if after.stream_ordered else after.poll())
+
+
+@pytest.mark.parametrize(("name", "replacement"), [("run", run_without_order), ("ready", ready_as_if_nothing_was_read)])
+def test_steps_that_dont_wait_for_each_other_are_caught(monkeypatch, name, replacement):
+    monkeypatch.setattr(aside.Aside, name, replacement)
+    assert caught()
+
+
 def test_starting_whatever_is_ready_is_caught(monkeypatch):
     def advance(self):
-        for turn in [turn for turn in self._waiting if turn.ready()]:
-            turn.start()
-            self._waiting.remove(turn)
+        if self._lock.acquire(blocking=False):
+            for turn in [turn for turn in self._waiting if turn.ready()]:
+                turn.start()
+                self._waiting.remove(turn)
+            self._lock.release()
 
     monkeypatch.setattr(Turns, "advance", advance)
     assert caught()

@@ -154,12 +154,12 @@ class Compressed:
             Half(self._groups.make(group.ranks, f"{name} {way}"), self._generator(group, device))
             for way in ("to owners", "from owners")
         )
-        probe = torch.zeros(1, device=device)
-        work_on = self._device_of(probe)
-        if work_on is not None:
-            with work_on.on(work_on.side_stream()):  # what a codec keeps on a device is copied there now, not in a call
-                self.codec.decode(self.codec.encode(probe, self._generator(group, device)), 1, probe.dtype)
-        return Halves(to_owners, from_owners, work_on, {})
+        there = self._device_of(torch.empty(0, device=device))
+        if there is not None:
+            with there.on(there.side_stream()):  # what a codec keeps on a device is copied there now, not in a call
+                payload = self.codec.encode(torch.zeros(1, device=device), self._generator(group, device))
+                self.codec.decode(payload, 1, torch.float32)
+        return Halves(to_owners, from_owners, there, {})
 
     @staticmethod
     def _generator(group: Group, device: torch.device) -> torch.Generator:

@@ -29,14 +29,15 @@ ODD = 5003  # no multiple of ranks, blocks or bytes
 WITH_FEEDBACK = [name for name, kind in CODECS.items() if kind.wants_feedback]
 
 
-def _sums(name, backend, numel, op):
+def _sums(name, backend, numel, op, device="cpu"):
     cdb = compressed(name)
     rank, size = cdb.get_rank(), cdb.get_world_size()
     tensors = gradients(numel, size)
     exact, bound = bounds(codec(name), tensors)
-    tensor = tensors[rank].clone()
+    tensor = tensors[rank].to(device, copy=True)
     work = cdb.runtime.issue(ops.ALL_REDUCE, None, (tensor, op), async_op=True, backend=backend)
     work.wait()
+    tensor = tensor.cpu()
     if op == "avg":
         exact, bound = exact / size, bound / size
     if name == "lossless":
@@ -59,6 +60,15 @@ def test_a_sum_is_within_the_codecs_bound_and_the_same_on_all_ranks(ranks, size,
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_any_backend_carries_it(ranks, backend, name):
     first, second = ranks(2).run(_sums, name, backend, ODD, "avg")
+    assert torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sums_of_gpu_tensors(ranks, backend, name):
+    first, second = ranks(2).run(_sums, name, backend, ODD, "avg", "cuda:0")
     assert torch.equal(first, second)
 
 
