@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from deepspeed_mcrdl import __version__
 from deepspeed_mcrdl.errors import ConfigError, MCRDLError, rank_label
@@ -25,8 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """One whose commands say themselves, with their own usage, what they don't know."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 def _parser(measures: bool) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="mcrdl", description="Mix-and-match communication backends for DeepSpeed (MCR-DL)."
     )
     parser.add_argument("--version", action="version", version=f"mcrdl {__version__}")

@@ -30,6 +30,15 @@ def test_both_commands_answer():
         assert "validate" in launcher.run([*command, "--help"]).output
 
 
+def test_a_command_shows_its_own_usage_for_what_it_doesnt_know(capsys):
+    for command in (["validate", "x.json"], ["trace", "merge", "x"], ["bench", "ops"]):
+        with pytest.raises(SystemExit):
+            cli.main([*command, "--colour", "red"])
+        said = capsys.readouterr().err
+        assert said.startswith(f"usage: mcrdl {' '.join(word for word in command if 'x' not in word)}"), said
+        assert "unrecognized arguments: --colour red" in said
+
+
 def test_tables_have_a_schema_too(capsys):
     assert cli.main(["schema", "--table"]) == 0
     assert {"version", "fingerprint", "entries"} <= set(json.loads(capsys.readouterr().out)["properties"])
