@@ -33,7 +33,7 @@ class Aside:
         before = device.record()
         with self.on():
             device.wait(before)
-            self._begun = device.record()
+            self._begun = device.record() if reads else None
 
     def on(self) -> AbstractContextManager[Any]:
         """Make the stream the current one within a "with" statement."""
