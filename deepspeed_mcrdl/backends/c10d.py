@@ -128,6 +128,9 @@ class StreamPending(C10dPending):
     def order(self) -> None:
         self._inner.wait()
 
+    def block(self, limit_s: float) -> None:
+        Pending.block(self, limit_s)  # torch's wait for NCCL with a limit aborts the communicator when it is over
+
 
 class C10dBackend(Backend):
     """A backend of torch.distributed; subclasses name it, make it and say what it can do.
@@ -248,11 +251,10 @@ class C10dBackend(Backend):
         # Only the root knows the sizes, so there are messages to it.
         if group.ranks[group.rank] != dst or outputs is None:
             return self._message(group, "send", input, group.index(dst))
-        parts = [
-            self._message(group, "recv", output, index) for index, output in enumerate(outputs) if index != group.rank
-        ]
-        _copy(outputs[group.rank], input)
-        return Together(parts)
+        _copy(outputs[group.rank], input)  # first: on a device whoever waits for the messages comes after it too
+        return Together(
+            [self._message(group, "recv", output, index) for index, output in enumerate(outputs) if index != group.rank]
+        )
 
     def scatter(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Pending:
         options = dist.ScatterOptions()
@@ -264,11 +266,10 @@ class C10dBackend(Backend):
     def scatterv(self, group: Group, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, src: int) -> Pending:
         if group.ranks[group.rank] != src or inputs is None:
             return self._message(group, "recv", output, group.index(src))
-        parts = [
-            self._message(group, "send", input, index) for index, input in enumerate(inputs) if index != group.rank
-        ]
         _copy(output, inputs[group.rank])
-        return Together(parts)
+        return Together(
+            [self._message(group, "send", input, index) for index, input in enumerate(inputs) if index != group.rank]
+        )
 
     def reduce_scatter_tensor(self, group: Group, output: torch.Tensor, input: torch.Tensor, op: str) -> Pending:
         options = dist.ReduceScatterOptions()

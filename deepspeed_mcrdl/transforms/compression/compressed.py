@@ -13,13 +13,13 @@ Where the size of a payload depends on the values, the ranks exchange the sizes 
 Each half has a communicator of its own, a part of the group with all its ranks; `Turns` keeps the order of the calls
 on it, since its steps start when those before them are done.
 
-Tensors of a GPU are encoded and decoded there, on streams beside the caller's (`Aside`). One stream carries all calls
-of a group, or all their pieces of one number: what error feedback has kept belongs to it and is in order on it.
+Tensors of a GPU are encoded and decoded there, on streams beside the caller's (`Aside`): what error feedback has kept
+of a piece belongs to the stream of that piece, and is in order on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,21 +63,27 @@ class Halves(NamedTuple):
         to_owners: the way to the owners.
         from_owners: the way from them.
         device: what orders work there; None for host memory.
-        streams: by the number of a piece: the stream of its work.
+        streams: by what error feedback calls a piece: the stream that what it has kept belongs to.
     """
 
     to_owners: Half
     from_owners: Half
     device: Device | None
-    streams: dict[int, Any]
+    streams: dict[Hashable, Any]
 
-    def aside(self, number: int, reads: bool) -> Aside | None:
-        """Return where the work of a call, or of its piece of this number, goes beside the caller's."""
+    def aside(self, key: Hashable | None, reads: bool) -> Aside | None:
+        """Return where the work of a call or a piece goes beside the caller's.
+
+        It never waits for a later call's producers: without feedback (None) each has a stream of its own, with it
+        a piece has that of the same piece in the step before.
+        """
         if self.device is None:
             return None
-        if number not in self.streams:
-            self.streams[number] = self.device.side_stream()
-        return Aside(self.device, self.streams[number], reads)
+        if key is None:
+            return Aside(self.device, None, reads)
+        if key not in self.streams:
+            self.streams[key] = self.device.side_stream()
+        return Aside(self.device, self.streams[key], reads)
 
 
 class Compressed:
@@ -254,7 +260,7 @@ class Compressed:
         sizes = self._sizes(parts)
         first, received = self._to_each(backend, to_owners.part, others, sizes, flat.device)
         second, gathered = self._to_all(backend, from_owners.part, total, sizes, flat.device)
-        aside = halves.aside(key[1], reads=sizes is None)
+        aside = halves.aside(None if feedback is None else key, reads=sizes is None)
         return chain(self._turns, self._fit, [*first, *second], finish, aside)
 
     def all_to_all_single(
@@ -284,7 +290,7 @@ class Compressed:
 
         sizes = self._sizes(blocks)
         steps, received = self._to_each(backend, to_owners.part, others, sizes, input.device)
-        return chain(self._turns, self._fit, steps, finish, halves.aside(0, reads=sizes is None))
+        return chain(self._turns, self._fit, steps, finish, halves.aside(None, reads=sizes is None))
 
     def _forget(self, group: Group) -> None:
         if group in self._feedback:

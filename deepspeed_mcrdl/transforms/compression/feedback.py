@@ -32,7 +32,7 @@ class ErrorFeedback:
     @property
     def nbytes(self) -> int:
         """The memory that the residuals take."""
-        return sum(residual.nbytes for residual in self._residuals.values())
+        return sum(residual.nbytes for residual in tuple(self._residuals.values()))
 
     def encode(self, key: Hashable, tensor: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
         """Return the payload of a gradient and its residual, and keep the new residual. An error changes nothing.

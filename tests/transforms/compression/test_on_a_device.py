@@ -71,14 +71,14 @@ def _outputs(args):
 class Calls:
     """Compressed calls of a group of two, of which this is the first rank."""
 
-    def __init__(self, name, world=None, seed=0):
+    def __init__(self, name, world=None, seed=0, kind=None):
         self.world, self.random, self.turns = world, random.Random(seed), Turns()
         groups = Groups(HashStore(), 0, ["here", "here"])
         self.group = groups.make([0, 1], "two")
         self.compressed = Compressed(
             codec(name), groups, lambda backend, part: None, self.fit, 2**30, lambda tensor: world
         )
-        self.backend = Mirror("at once" if world is None else self.random.choice(["host", "device"]))
+        self.backend = Mirror(kind or ("at once" if world is None else self.random.choice(["host", "device"])))
         self.compressed.prepare(self.backend, self.group, torch.device("cpu"))
 
     def fit(self, backend, operation, group, args):
@@ -205,3 +205,22 @@ def test_what_error_feedback_keeps_needs_one_stream(monkeypatch):
     monkeypatch.setattr(Halves, "aside", of_the_calls_own)
     with pytest.raises(AssertionError, match="no order between them"):
         run_jobs("onebit")
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+@pytest.mark.parametrize("name", ["bf16", "onebit", "graddrop"])
+def test_a_call_waits_for_no_later_calls_producers(name, kind):
+    world = Simulation(1)
+    kernels, (first, second) = Kernels(world), world.streams[:2]
+    with kernels:
+        calls = Calls(name, world, kind=kind)
+    with world.on(first), kernels:
+        pending = calls.all_reduce(torch.arange(1300).mul(1.0), 1)
+    with world.on(second), kernels:
+        gate = world.hold()  # such as a receive from a rank that waits for the first call
+        later = calls.all_reduce(torch.arange(1300).mul(2.0), 1)
+    with world.on(first), kernels:
+        assert any(pending.poll() for _ in range(2000))
+    world.release(gate)
+    with world.on(second), kernels:
+        assert any(later.poll() for _ in range(2000))
