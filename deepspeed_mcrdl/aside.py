@@ -30,6 +30,7 @@ class Aside:
         self.device = device
         self._stream = device.side_stream() if stream is None else stream
         self._reads = reads
+        self._inference = torch.is_inference_mode_enabled()  # a thread that drives has its own
         before = device.record()
         with self.on():
             device.wait(before)
@@ -51,7 +52,7 @@ class Aside:
 
     def run(self, function: Callable[[], T], after: Pending | None) -> T:
         """Return what `function` returns, whose work goes to the stream after `after`."""
-        with self.on():
+        with self.on(), torch.inference_mode(self._inference):
             if after is not None and after.stream_ordered:
                 after.order()
             return function()
