@@ -396,7 +396,10 @@ class GlooBackend(C10dBackend):
         return None if dist.is_gloo_available() else "this torch was built without gloo"
 
     def make(self, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
+        made: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        # A rank is connected to the others before these are to it: left at once, it would be lost to them.
+        made.barrier().wait()
+        return made
 
 
 class NCCLBackend(C10dBackend):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepspeed_mcrdl.operations import ALL_REDUCE, ALL_TO_ALL_SINGLE, BROADCAST
+from deepspeed_mcrdl.stores import Patient
 from tests.backends import BACKENDS, PAIRS
 from tests.programs import face, filled, sub_group, use
 
@@ -281,3 +282,29 @@ def _looks_at_what_cannot_end_yet(way):
 def test_a_sleeping_wait_keeps_its_limit(ranks, way):
     """Or the calls that this thread must drive, for which others may wait, stand still: a deadlock."""
     assert max(ranks(4, "abba" if "+" in way else "").run(_looks_at_what_cannot_end_yet, way)) < 0.1
+
+
+def _left_as_soon_as_joined(late):
+    """Rank `late` finds the others' addresses when they have joined, and could have left, long since."""
+    runtime = use({}).runtime
+    gloo = runtime.backends["gloo"]
+    get = Patient.get
+
+    def get_late(store, key):
+        time.sleep(0.1)
+        return get(store, key)
+
+    if runtime.rank == late:
+        Patient.get = get_late
+    try:
+        for _ in range(10):  # which of two ranks connects to the other is up to their ports
+            group = runtime.groups.make([0, 1], "left as soon as joined")
+            gloo.join(group)
+            gloo.leave(group)
+    finally:
+        Patient.get = get
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_group_may_be_left_as_soon_as_it_is_joined(ranks, late):
+    ranks(2).run(_left_as_soon_as_joined, late)
