@@ -13,8 +13,6 @@ from deepspeed_mcrdl.work import Pending, Then
 
 T = TypeVar("T")
 
-_under_way: set[Streamed] = set()
-
 
 class Aside:
     """A stream beside the caller's, for the work of one call: it begins after what the caller has issued so far.
@@ -60,16 +58,15 @@ class Aside:
     def then(self, first: Pending, step: Callable[[], object], holds: Any = None) -> Pending:
         """Return `first` followed by `step`, whose work is the device's; for `holds` see Streamed."""
         call = Streamed(first, self, step, holds)
-        _keep(call)
-        if not first.host_driven:
-            call.orderable()
+        call.begin()
         return call
 
 
 class Streamed(Pending):
     """A call that ends with work on a device.
 
-    It is done when that has happened, and can be put in order with a stream as soon as that has been issued.
+    It is done when that has happened, and can be put in order with a stream as soon as that has been issued. Somebody
+    has to poll it to its end: what the work uses lives as long as this.
 
     Args:
         first: what is before that work.
@@ -78,6 +75,7 @@ class Streamed(Pending):
         holds: whatever must live until it has happened.
     """
 
+    host_driven = True
     stream_ordered = True
 
     def __init__(self, first: Pending, aside: Aside, step: Callable[[], object], holds: Any) -> None:
@@ -86,49 +84,44 @@ class Streamed(Pending):
         self._step: Callable[[], object] | None = step
         self._holds = holds
         self._back: Any = None
-        self.host_driven = first.host_driven
+        self._error: Exception | None = None
         self.yields_s = first.yields_s
 
-    @property
-    def device(self) -> Device:
-        """The device."""
-        return self._aside.device
+    def begin(self) -> None:
+        """Issue the work if that can be done by now; an error is that of whoever polls."""
+        try:
+            if self._aside.ready(self._first):
+                self._back = self._aside.run(self._issue, self._first)
+            else:
+                self.yields_s = self._first.yields_s
+        except Exception as error:
+            self._error = error
+            self._end()
 
     def poll(self) -> bool:
-        if not (self.orderable() and self.ended()):
+        if not (self.orderable() and self._aside.device.done(self._back)):
             return False
         self._end()
         return True
 
     def orderable(self) -> bool:
-        if self._back is not None:
-            return True
-        try:
-            if not self._aside.ready(self._first):
-                self.yields_s = self._first.yields_s
-                return False
-            self._back = self._aside.run(self._issue, self._first)
-        except Exception:
-            self._end()
-            raise
-        return True
+        if self._back is None and self._error is None:
+            self.begin()
+        if self._error is not None:
+            raise self._error
+        return self._back is not None
 
     def _issue(self) -> Any:
-        if self._step is not None:
-            self._step()
-        return self.device.record()
+        assert self._step is not None, "it is issued once"
+        self._step()
+        return self._aside.device.record()
 
     def _end(self) -> None:
-        _under_way.discard(self)
         self._step = self._holds = None
 
     def order(self) -> None:
         assert self._back is not None, "order() comes after orderable()"
-        self.device.wait(self._back)
-
-    def ended(self) -> bool:
-        """Return whether the work has happened, so that nothing uses the tensors any more."""
-        return self._back is not None and self.device.done(self._back)
+        self._aside.device.wait(self._back)
 
     def block(self, limit_s: float) -> None:
         if self._back is None:
@@ -144,11 +137,3 @@ def then(first: Pending, step: Callable[[], None], tensor: torch.Tensor) -> Pend
     """Return `first` followed by `step`, which works on `tensor`, wherever that is."""
     device = device_of(tensor)
     return Then(first, step) if device is None else Aside(device).then(first, step)
-
-
-def _keep(call: Streamed) -> None:
-    """Keep what `call` holds until it has ended, even if nobody waits for it any more."""
-    for other in tuple(_under_way):
-        if other.device is call.device and other.ended():
-            _under_way.discard(other)
-    _under_way.add(call)

@@ -268,9 +268,8 @@ class Runtime:
     def _finish(self, pending: Pending, call: Call, async_op: bool) -> Work | None:
         if async_op:
             return Work(pending, call, self.progress)
-        if pending.stream_ordered:
-            self.progress.finish(pending.orderable, pending, call)
-            pending.order()
+        if pending.stream_ordered:  # the host goes on before it is done; until then it is driven
+            Work(pending, call, self.progress).wait()
         else:
             self.progress.finish(pending.poll, pending, call)
         return None

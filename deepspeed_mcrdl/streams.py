@@ -7,7 +7,8 @@ Importing this touches no GPU.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -81,8 +82,11 @@ class CudaDevice(Device):
         # torch hands out the streams of a pool in turn. Programs take theirs from the pool of normal priority.
         return torch.cuda.Stream(self._index, priority=-1)  # type: ignore[no-untyped-call]
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        # torch goes back to the device before, which in a thread that has set none makes a context on GPU 0.
+        with torch.cuda.device(self._index), torch.cuda.stream(stream):
+            yield
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():

@@ -74,6 +74,8 @@ class Layout:
         places: for each place on a host, for each host: the place in the group.
         by_host: for each host, for each place on it: the place in the group.
         in_order: whether that is the order of the group.
+        in_places: for each place in the group: where it stands in `places`.
+        in_hosts: for each place in the group: where it stands in `by_host`.
     """
 
     def __init__(self, group: Group, groups: Groups) -> None:
@@ -87,6 +89,8 @@ class Layout:
         self.places = [places[local] for local in range(self.local) for places in hosts]
         self.by_host = [place for places in hosts for place in places]
         self.in_order = self.by_host == list(range(group.size))
+        self.in_places = [self.places.index(place) for place in range(group.size)]
+        self.in_hosts = [self.by_host.index(place) for place in range(group.size)]
         self.inner = self._part(group, groups, hosts[host], f"within host {host}")
         self.again = self._part(group, groups, hosts[host], f"within host {host} again")
         self.outer = self._part(group, groups, [places[own] for places in hosts], f"between hosts {own}")
@@ -100,18 +104,12 @@ class Layout:
     def _part(group: Group, groups: Groups, places: Sequence[int], what: str) -> Group:
         return groups.make([group.ranks[place] for place in places], f"{group.name}/{group.number} {what}")
 
-    def by_place_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `tensor`, equal blocks in the order of the group, in the order of `places`."""
-        size = len(self.places)
-        order = torch.tensor(self.places, device=tensor.device)
-        return tensor.view(size, tensor.numel() // size).index_select(0, order).view(-1)
 
-
-def _put_in_order(blocks: torch.Tensor, places: Sequence[int], output: torch.Tensor) -> None:
-    """Write equal blocks, each of a place in the group, to `output` in the order of the group."""
-    if blocks.numel():
-        order = torch.tensor(places, device=output.device)
-        output.view(len(places), -1).index_copy_(0, order, blocks.view(len(places), -1))
+def _in_order(tensor: torch.Tensor, order: Sequence[int], output: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the equal blocks of `tensor` in another order, in `output` if there is one."""
+    # A list of numbers on a GPU would be copied there, which blocks.
+    blocks = tensor.view(len(order), tensor.numel() // len(order)).unbind()
+    return torch.cat([blocks[number] for number in order], out=output)
 
 
 class Layouts:
@@ -275,7 +273,7 @@ class Hierarchical(Backend):
             self._between(at.outer, ops.ALL_GATHER_INTO_TENSOR, lambda: (column, own)),
             self._within(at.again, ops.ALL_GATHER_INTO_TENSOR, lambda: (whole, column)),
         )
-        return self._run(target, steps, lambda: _put_in_order(whole, at.places, target))
+        return self._run(target, steps, lambda: _in_order(whole, at.in_places, target))
 
     def _gather_by_host(self, at: Layout, rows: torch.Tensor, column: torch.Tensor, own: torch.Tensor) -> Pending:
         """Gather the blocks of each host straight to their place, those of this host while others are on their way."""
@@ -305,7 +303,7 @@ class Hierarchical(Backend):
     def reduce_scatter_tensor(self, group: Group, output: torch.Tensor, input: torch.Tensor, op: str) -> Pending:
         at = self._layouts.of(group)
         flat = input.detach().view(-1)
-        whole = at.by_place_on_host(flat)
+        whole = _in_order(flat, at.places)
         column = flat.new_empty(output.numel() * at.nodes)
         steps = (
             self._within(at.inner, ops.REDUCE_SCATTER_TENSOR, lambda: (column, whole, _summed(op))),
@@ -341,7 +339,7 @@ class Hierarchical(Backend):
             received = torch.split(target, _in_bytes(output, output_splits, group))
             return self._exchange(group, received, sent)
         at = self._layouts.of(group)
-        whole = at.by_place_on_host(source)
+        whole = _in_order(source, at.places)
         middle = torch.empty_like(whole)
         arrived = target if at.in_order else torch.empty_like(target)
 
@@ -353,7 +351,7 @@ class Hierarchical(Backend):
             self._within(at.inner, ops.ALL_TO_ALL_SINGLE, lambda: (middle, whole, None, None)),
             self._between(at.outer, ops.ALL_TO_ALL_SINGLE, lambda: (arrived, by_host(), None, None)),
         )
-        return self._run(target, steps, None if at.in_order else lambda: _put_in_order(arrived, at.by_host, target))
+        return self._run(target, steps, None if at.in_order else lambda: _in_order(arrived, at.in_hosts, target))
 
     def all_to_all(self, group: Group, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Pending:
         return self._exchange(group, [_bytes(output) for output in outputs], [_bytes(input) for input in inputs])
@@ -361,29 +359,34 @@ class Hierarchical(Backend):
     def _exchange(self, group: Group, received: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> Pending:
         """Send a part of any size to each place of the group and receive one from each, all as bytes."""
         at = self._layouts.of(group)
-        shape = at.local, at.nodes
         in_order = [sent[place] for place in at.places]
-        told = torch.tensor([part.numel() for part in in_order], device=in_order[0].device)
-        heard = torch.empty_like(told)
         whole = joined(in_order)
+        told, heard = whole.new_empty((2, group.size), dtype=torch.int64)
+        device = device_of(told)
+        counted = told if device is None else device.host_buffer(told)
+        counted.numpy()[:] = [part.numel() for part in in_order]
         middle, arrived = whole.new_empty(0), whole.new_empty(sum(part.numel() for part in received))
+
+        def tell() -> tuple[Any, ...]:
+            if device is not None:
+                device.copy(told, counted)
+            return heard, told, None, None
 
         def through_host() -> tuple[Any, ...]:
             nonlocal middle
-            taken, given = heard.view(shape).sum(1).tolist(), told.view(shape).sum(1).tolist()
+            taken, given = _sums(heard.tolist(), at.nodes), _sums(counted.tolist(), at.nodes)
             middle = whole.new_empty(sum(taken))
             return middle, whole, taken, given
 
         def to_hosts() -> tuple[Any, ...]:
             parts = torch.split(middle, heard.tolist())
             by_host = [parts[local * at.nodes + node] for node in range(at.nodes) for local in range(at.local)]
-            sizes = [received[place].numel() for place in at.by_host]
-            taken = [sum(sizes[first : first + at.local]) for first in range(0, group.size, at.local)]
-            return arrived, joined(by_host), taken, heard.view(shape).sum(0).tolist()
+            taken = _sums([received[place].numel() for place in at.by_host], at.local)
+            return arrived, joined(by_host), taken, _sums([part.numel() for part in by_host], at.local)
 
         steps = (
             # How large the parts are that this rank hands on, only their senders know.
-            self._within(at.again, ops.ALL_TO_ALL_SINGLE, lambda: (heard, told, None, None)),
+            self._within(at.again, ops.ALL_TO_ALL_SINGLE, tell),
             self._within(at.inner, ops.ALL_TO_ALL_SINGLE, through_host),
             self._between(at.outer, ops.ALL_TO_ALL_SINGLE, to_hosts),
         )
@@ -408,6 +411,11 @@ def pairs(backends: Mapping[str, type[Backend]]) -> dict[str, type[Hierarchical]
 def _summed(op: str) -> str:
     """Return the reduce operation of the steps: an average is a sum, divided once at the end."""
     return "sum" if op == "avg" else op
+
+
+def _sums(sizes: Sequence[int], count: int) -> list[int]:
+    """Return the sums of each `count` sizes."""
+    return [sum(sizes[first : first + count]) for first in range(0, len(sizes), count)]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -341,8 +341,7 @@ class Program:
             if blocking < 0.15 or not pending.stream_ordered:
                 self.progress.finish(pending.poll, pending, call)
             else:  # the host goes on before the results have been copied
-                self.progress.finish(pending.orderable, pending, call)
-                pending.order()
+                Work(pending, call, self.progress).wait()
             return
         for value in values:
             value.stream = None

@@ -273,6 +273,8 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default:  # of numbers that the host has: copying them to a device blocks
+            self._simulation.synchronize(self._simulation.record())
         if func.is_view:
             return func(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))

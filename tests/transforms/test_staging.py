@@ -1,17 +1,21 @@
 import random
+import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 
 from deepspeed_mcrdl import aside
+from deepspeed_mcrdl.aside import Aside
 from deepspeed_mcrdl.errors import CallFailedError
 from deepspeed_mcrdl.operations import OPERATIONS
+from deepspeed_mcrdl.safety import Call, Progress
 from deepspeed_mcrdl.streams import CudaDevice, Device, device_of
 from deepspeed_mcrdl.transforms.staging import in_turn, through_host
+from deepspeed_mcrdl.transforms.steps import Step, chain
 from deepspeed_mcrdl.transforms.turns import Turns
-from deepspeed_mcrdl.work import Pending
-from tests.transforms.programs import SIZE, HostCall, Program, group
+from deepspeed_mcrdl.work import Pending, Work
+from tests.transforms.programs import SIZE, DeviceCall, HostCall, Program, group
 from tests.transforms.simulated import Event, Race, Simulation
 
 ALL_REDUCE = OPERATIONS["all_reduce"]
@@ -135,7 +139,7 @@ def test_leaving_out_a_part_of_the_order_is_caught(mutant):
 @pytest.mark.parametrize(
     ("owner", "name", "replacement"),
     [
-        (aside, "_keep", lambda call: None),  # buffers are used again before they have been copied back
+        (Progress, "watch", lambda self, work: None),  # buffers are used again before they have been copied back
         (Turns, "free", lambda self, lane: True),  # a call on host memory overtakes a staged one
     ],
 )
@@ -284,16 +288,19 @@ def test_a_message_whose_data_has_not_come_holds_up_those_with_its_tag_to_the_sa
     assert host.started == ["other tag", "other rank", "first", "same tag"]
 
 
-def test_outputs_that_nobody_holds_any_more_are_not_used_again_before_they_are_written(simulation, host):
-    for _ in range(20):
-        pending = host.staged("dropped", group(), ones(simulation, simulation.streams[0]))
-        while not pending.orderable():
-            pass
+def test_outputs_that_nobody_holds_any_more_live_until_they_are_written_and_no_longer(simulation, host):
+    progress, seen = Progress(timeout_s=20), []
+    for number in range(20):
+        tensor = ones(simulation, simulation.streams[0])
+        seen.append(weakref.ref(tensor))
+        work = Work(host.staged("dropped", group(), tensor), Call(ALL_REDUCE, group(), "host", number), progress)
         with simulation.on(simulation.streams[1]):
-            pending.order()
-        del pending
+            work.wait()
+        del work, tensor
         ones(simulation, simulation.streams[0])  # which waits for nothing
-    assert len([call for call in aside._under_way if call.device is simulation]) < 5
+    while progress:
+        progress.drive()
+    assert not any(tensor() is not None for tensor in seen)
 
 
 def test_an_error_at_the_start_is_that_of_its_own_call_and_leaves_the_outputs_alone(simulation, host):
@@ -307,6 +314,21 @@ def test_an_error_at_the_start_is_that_of_its_own_call_and_leaves_the_outputs_al
     simulation.host_access([right, wrong])
     assert right.tolist() == [2] * SIZE
     assert wrong.tolist() == [1] * SIZE
+
+
+def test_steps_of_a_backend_with_streams_are_all_issued_in_the_call(simulation):
+    def fit(backend, operation, where, args):
+        return lambda where, *args: DeviceCall(simulation, operation.name, args)
+
+    issued = []
+    with simulation.on(simulation.streams[0]):
+        tensor = ones(simulation, simulation.streams[0])
+        simulation.hold()
+        steps = [Step(name, group(), ALL_REDUCE, lambda: (tensor, "sum")) for name in ("one", "two")]
+        pending = chain(Turns(), fit, steps, lambda: issued.append("finish"), Aside(simulation))
+    assert issued == ["finish"]
+    assert pending.orderable()
+    assert not ends(pending)
 
 
 def test_a_receive_tells_its_source():
