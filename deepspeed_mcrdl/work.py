@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_mcrdl.errors import failed
+from deepspeed_mcrdl.streams import device_of
 
 _NAP_S = 50e-6
 
@@ -200,6 +201,17 @@ class Work:
             raise self._error
         return True
 
+    def finish(self) -> None:
+        """Return when what it does has happened, which on a GPU may be later than wait() returns; or raise its error.
+
+        Raises:
+            CallTimeoutError: after the job's "timeout_s".
+        """
+        if not self._done:
+            self._waits.finish(self.advance, self._pending, self._call)
+        if self._error is not None:
+            raise self._error
+
     def is_completed(self) -> bool:
         """Return whether the operation is done, successfully or not, without waiting for it."""
         if not self.advance():
@@ -272,6 +284,11 @@ class AllOf:
             work.wait(timeout)
         return True
 
+    def finish(self) -> None:
+        """Return when what all do has happened; or raise the first error."""
+        for work in self._works:
+            work.finish()
+
     def is_completed(self) -> bool:
         """Return whether all are done."""
         done = [work.is_completed() for work in self._works]  # each gets its chance to progress
@@ -295,19 +312,30 @@ class AllOf:
         return future_of(self)
 
 
-def future_of(work: Work | AllOf, result: Any = None) -> torch.futures.Future[Any]:
-    """Return a future with `result`, completed by a thread that waits for `work`."""
-    future: torch.futures.Future[Any] = torch.futures.Future()
+def future_of(work: Work | AllOf, results: Sequence[torch.Tensor] | None = None) -> torch.futures.Future[Any]:
+    """Return a future with `results`, completed by a thread that waits for `work`.
+
+    Whoever waits for it comes after the work: by the streams of the results' devices, or by the host if there are none.
+    """
+    tensors = {tensor.get_device(): tensor for tensor in results or () if device_of(tensor) is not None}
+    future: torch.futures.Future[Any] = torch.futures.Future(
+        devices=[tensor.device for _, tensor in sorted(tensors.items())]
+    )
 
     def complete() -> None:
         # Whoever waits sees either; a future that nobody holds any more can't take them.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError), contextlib.ExitStack() as streams:
             try:
+                for device in map(device_of, tensors.values()):
+                    assert device is not None, "these are of a device"
+                    streams.enter_context(device.on(device.side_stream()))
                 work.wait()
+                if not tensors:
+                    work.finish()
             except BaseException as error:
                 future.set_exception(error)
             else:
-                future.set_result(result)
+                future.set_result(results)
 
     waiters.run(complete)
     return future

@@ -1,9 +1,11 @@
+import time
 from datetime import timedelta
 
 import pytest
 
 from deepspeed_mcrdl.errors import CallFailedError, CallTimeoutError
 from deepspeed_mcrdl.groups import Group, Mesh
+from deepspeed_mcrdl.observe.log import Wrapped
 from deepspeed_mcrdl.operations import ALL_REDUCE
 from deepspeed_mcrdl.safety import Call, Progress
 from deepspeed_mcrdl.work import AllOf, Pending, Then, Together, Work
@@ -88,6 +90,34 @@ def test_a_future_is_completed_by_the_wait():
     assert work_of(Manual(done=True)).get_future().wait() is None
     with pytest.raises(RuntimeError, match="lost"):
         work_of(Manual(error=RuntimeError("lost"))).get_future().wait()
+
+
+def test_a_future_without_tensors_waits_until_what_a_stream_is_in_order_with_has_happened():
+    class Issued(Manual):
+        stream_ordered = True
+
+        def order(self):
+            pass
+
+    inner = Issued()
+    work = work_of(inner)
+    assert work.wait()
+    future = work.get_future()
+    polls = inner.polls
+    while inner.polls < polls + 3:
+        time.sleep(0.001)
+    assert not future.done()
+    inner.done = True
+    assert future.wait() is None
+
+
+def test_a_wrapped_operation_that_is_done_is_polled_no_more():
+    inner = Manual(done=True)
+    wrapped = Wrapped(work_of(inner))
+    assert wrapped.advance()
+    assert wrapped.advance()
+    assert wrapped._work.is_completed()
+    assert inner.polls == 1
 
 
 def test_a_timeout_is_both_an_error_of_ours_and_a_timeout_error():

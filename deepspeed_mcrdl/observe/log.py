@@ -79,6 +79,10 @@ class Wrapped(Work):
         """Return whether the operation is done."""
         return self._work.is_completed()
 
+    def advance(self) -> bool:
+        """Give it a chance to progress."""
+        return self._work.advance()
+
 
 class _TimedWork(Wrapped):
     """A Work whose waits are reported."""
