@@ -1,4 +1,4 @@
-"""A simulated device, exact and without threads: streams of kernels of random length in virtual time.
+"""A simulated device, exact and without threads of its own: streams of kernels of random length in virtual time.
 
 Memory is real, read when a kernel begins and written when it ends. Every access is also held against the order that the
 program has made (vector clocks), so that a race is raised wherever it is possible, whether or not this run shows it.
@@ -7,10 +7,11 @@ program has made (vector clocks), so that a race is raised wherever it is possib
 from __future__ import annotations
 
 import random
+import threading
 import weakref
 from collections import deque
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 
 import numpy
 import torch
@@ -110,8 +111,19 @@ class Memory:
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+def locked(method):
+    """Return a method of a Simulation that one thread at a time is in."""
+
+    @wraps(method)
+    def call(self, *args, **kwargs):
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class Simulation(Device):
-    """A device, and the host that uses it.
+    """A device, and the host that uses it: all its threads as one, but for the stream that is current in each.
 
     Args:
         seed: of the lengths of kernels and of the host's own work.
@@ -126,24 +138,30 @@ class Simulation(Device):
         self._host = Actor(HOST)
         self._made = 0
         self._at_work = {}
+        self._lock = threading.RLock()
         self.streams = [self._stream("stream") for _ in range(streams)]
-        self._current = [self.streams[0]]
+        self._thread = threading.local()
+        self._thread.current = [self.streams[0]]
 
+    @locked
     def _stream(self, kind):
         self._made += 1
         return Stream(f"{kind} {self._made}")
 
     # --- the verbs ---
 
+    @locked
     def record(self):
         event = Event(self._issue().clock)
         self._put(("record", event))
         return event
 
+    @locked
     def wait(self, event):
         self._issue().after(event.clock)
         self._put(("wait", event))
 
+    @locked
     def done(self, event):
         self.tick()
         if event.happened:
@@ -159,11 +177,11 @@ class Simulation(Device):
 
     @contextmanager
     def on(self, stream):
-        self._current.append(stream)
+        self._streams_of_thread.append(stream)
         try:
             yield
         finally:
-            self._current.pop()
+            self._streams_of_thread.pop()
 
     def copy(self, destination, source):
         self.launch(lambda value: value, destination, source)
@@ -175,7 +193,13 @@ class Simulation(Device):
 
     @property
     def current(self):
-        return self._current[-1]
+        return self._streams_of_thread[-1]
+
+    @property
+    def _streams_of_thread(self):
+        if not hasattr(self._thread, "current"):
+            self._thread.current = [self._stream("default stream")]
+        return self._thread.current
 
     def empty(self, *shape):
         """Return memory of the current stream, which its own kernels may use at once."""
@@ -185,6 +209,7 @@ class Simulation(Device):
         """Return memory of the current stream, as `empty` does."""
         return self._memory.take(self.current.name, shape, dtype)
 
+    @locked
     @_disable_current_modes()
     def launch(self, function, output, *inputs):
         """Issue the kernel output = function(*inputs) on the current stream."""
@@ -203,11 +228,13 @@ class Simulation(Device):
     def release(self, event):
         event.happened = True
 
+    @locked
     @_disable_current_modes()
     def host_access(self, reads=(), writes=()):
         """The host reads and writes memory now."""
         self._accesses.check(self._host, reads, writes)
 
+    @locked
     def tick(self):
         """The host does something that takes a while."""
         self._run(self._now + self._random.choice([0.0, 0.1, 1.0, 5.0]))

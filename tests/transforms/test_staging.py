@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from deepspeed_mcrdl import aside
+from deepspeed_mcrdl import aside, safety
 from deepspeed_mcrdl.aside import Aside
 from deepspeed_mcrdl.errors import CallFailedError
 from deepspeed_mcrdl.operations import OPERATIONS
@@ -28,6 +28,19 @@ def test_values_are_right_and_nothing_races_in_random_programs(streams):
             Program(Simulation(seed, streams), seed).run(60)
         except Exception as error:
             raise AssertionError(f"seed {seed} on {streams} streams") from error
+
+
+def test_nor_do_they_where_a_thread_drives_too(monkeypatch):
+    monkeypatch.setattr(safety, "_BACKGROUND_S", 1e-5)
+    for seed in range(50):
+        program = Program(Simulation(seed), seed)
+        program.progress.drive_in_background()
+        try:
+            program.run(60)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}") from error
+        finally:
+            program.progress.close()
 
 
 # --- each part of the order is needed ---

@@ -1,6 +1,8 @@
 """Compressed calls on tensors of a simulated device, where every torch operation is a kernel."""
 
 import random
+import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed_mcrdl import operations as ops
+from deepspeed_mcrdl import safety
 from deepspeed_mcrdl.errors import CallFailedError
 from deepspeed_mcrdl.groups import Groups
 from deepspeed_mcrdl.safety import Call, Progress
@@ -101,22 +104,37 @@ class Calls:
         return self.compressed.all_to_all_single(self.backend, self.group, output, tensor)
 
 
+class Drives(Progress):
+    """Where what a thread that drives does is kernels of the device, too."""
+
+    def __init__(self, world):
+        super().__init__(timeout_s=20)
+        self._kernels = Kernels(world)
+
+    def drive(self):
+        with nullcontext() if threading.current_thread() is threading.main_thread() else self._kernels:
+            super().drive()
+
+
 class Job:
     """A few training steps, on a simulated device and beside it at once in host memory.
 
     Args:
         name: of the codec.
         seed: of the order of things.
+        driven: whether a thread drives.
     """
 
-    def __init__(self, name, seed):
+    def __init__(self, name, seed, driven=False):
         self.world, self.random = Simulation(seed), random.Random(f"job {seed}")
         self.kernels = Kernels(self.world)
         self.plain = Calls(name)
         with self.kernels:
             self.calls = Calls(name, self.world, seed)
         self.activations = not self.calls.compressed.codec.wants_feedback
-        self.progress = Progress(timeout_s=20)
+        self.progress = Drives(self.world)
+        if driven:
+            self.progress.drive_in_background()
 
     def run(self):
         """Carry it out and compare all results.
@@ -175,17 +193,26 @@ class Job:
         return wait
 
 
-def run_jobs(name):
+def run_jobs(name, driven=False):
     for seed in range(8):
+        job = Job(name, seed, driven)
         try:
-            Job(name, seed).run()
+            job.run()
         except (AssertionError, CallFailedError) as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+        finally:
+            job.progress.close()
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "onebit", "graddrop"])
 def test_calls_on_a_device_give_the_bits_of_host_memory_and_nothing_races(name):
     run_jobs(name)
+
+
+@pytest.mark.parametrize("name", ["onebit", "graddrop"])
+def test_nor_does_anything_where_a_thread_drives_too(name, monkeypatch):
+    monkeypatch.setattr(safety, "_BACKGROUND_S", 1e-5)
+    run_jobs(name, driven=True)
 
 
 def test_what_the_host_reads_must_have_happened(monkeypatch):
