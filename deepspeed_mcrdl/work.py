@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_mcrdl.errors import failed
-from deepspeed_mcrdl.streams import device_of
 
 _NAP_S = 50e-6
 
@@ -313,25 +312,15 @@ class AllOf:
 
 
 def future_of(work: Work | AllOf, results: Sequence[torch.Tensor] | None = None) -> torch.futures.Future[Any]:
-    """Return a future with `results`, completed by a thread that waits for `work`.
-
-    Whoever waits for it comes after the work: by the streams of the results' devices, or by the host if there are none.
-    """
-    tensors = {tensor.get_device(): tensor for tensor in results or () if device_of(tensor) is not None}
-    future: torch.futures.Future[Any] = torch.futures.Future(
-        devices=[tensor.device for _, tensor in sorted(tensors.items())]
-    )
+    """Return a future with `results`, completed by a thread when what `work` does has happened, on a GPU too."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
 
     def complete() -> None:
         # Whoever waits sees either; a future that nobody holds any more can't take them.
-        with contextlib.suppress(RuntimeError), contextlib.ExitStack() as streams:
+        with contextlib.suppress(RuntimeError):
             try:
-                for device in map(device_of, tensors.values()):
-                    assert device is not None, "these are of a device"
-                    streams.enter_context(device.on(device.side_stream()))
                 work.wait()
-                if not tensors:
-                    work.finish()
+                work.finish()
             except BaseException as error:
                 future.set_exception(error)
             else:

@@ -92,7 +92,7 @@ def test_a_future_is_completed_by_the_wait():
         work_of(Manual(error=RuntimeError("lost"))).get_future().wait()
 
 
-def test_a_future_without_tensors_waits_until_what_a_stream_is_in_order_with_has_happened():
+def test_a_future_waits_until_what_streams_are_in_order_with_has_happened():
     class Issued(Manual):
         stream_ordered = True
 
