@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from deepspeed_mcrdl.streams import Device, device_of
-from deepspeed_mcrdl.work import Pending, Then
+from deepspeed_mcrdl.work import Pending, Then, as_made, lost
 
 T = TypeVar("T")
 
@@ -28,7 +28,9 @@ class Aside:
         self.device = device
         self._stream = device.side_stream() if stream is None else stream
         self._reads = reads
-        self._inference = torch.is_inference_mode_enabled()  # a thread that drives has its own
+        self._inference = torch.is_inference_mode_enabled()
+        self._ended: Pending | None = None  # the last that was polled to its end
+        self._ordered: list[Pending] = []  # what work was put in order after, and has yet to be polled to its end
         before = device.record()
         with self.on():
             device.wait(before)
@@ -46,14 +48,28 @@ class Aside:
         """
         if after is None:
             return not self._reads or self.device.done(self._begun)
-        return after.orderable() if after.stream_ordered and not self._reads else after.poll()
+        if after.stream_ordered and not self._reads:
+            return after.orderable()
+        if not after.poll():
+            return False
+        self._ended = after
+        return True
 
     def run(self, function: Callable[[], T], after: Pending | None) -> T:
         """Return what `function` returns, whose work goes to the stream after `after`."""
-        with self.on(), torch.inference_mode(self._inference):
-            if after is not None and after.stream_ordered:
+        with self.on(), as_made(self._inference):
+            if after is not None and after is not self._ended:
                 after.order()
+                self._ordered.append(after)
             return function()
+
+    def ended(self) -> bool:
+        """Return whether all that work was put in order after has ended too, or raise its error."""
+        while self._ordered:
+            if not self._ordered[0].poll():
+                return False
+            del self._ordered[0]
+        return True
 
     def then(self, first: Pending, step: Callable[[], object], holds: Any = None) -> Pending:
         """Return `first` followed by `step`, whose work is the device's; for `holds` see Streamed."""
@@ -96,12 +112,12 @@ class Streamed(Pending):
                 self.yields_s = self._first.yields_s
         except Exception as error:
             self._error = error
-            self._end()
+            lost.append(self)
 
     def poll(self) -> bool:
-        if not (self.orderable() and self._aside.device.done(self._back)):
+        if not (self.orderable() and self._aside.device.done(self._back) and self._aside.ended()):
             return False
-        self._end()
+        self._step = self._holds = None
         return True
 
     def orderable(self) -> bool:
@@ -115,9 +131,6 @@ class Streamed(Pending):
         assert self._step is not None, "it is issued once"
         self._step()
         return self._aside.device.record()
-
-    def _end(self) -> None:
-        self._step = self._holds = None
 
     def order(self) -> None:
         assert self._back is not None, "order() comes after orderable()"

@@ -49,7 +49,7 @@ from deepspeed_mcrdl.transforms.fusion import Fusion
 from deepspeed_mcrdl.transforms.hierarchical import Layouts, pairs
 from deepspeed_mcrdl.transforms.staging import in_turn, through_host
 from deepspeed_mcrdl.transforms.turns import Turns
-from deepspeed_mcrdl.work import DONE, Pending, Work
+from deepspeed_mcrdl.work import DONE, Pending, Work, waiters
 
 Method = Callable[..., Pending]
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class Runtime:
         if config.tuning.mode == "online":
             self._online, self._memory = self._tune_online(quick_store)
         self._checked = Checked(quick_store, rank, self.progress) if config.checked else None
-        if any("cuda" in backend.devices for backend in self.backends.values()):
+        if torch.cuda.is_available():
             self.progress.drive_in_background()  # a host that waits in CUDA, as in tensor.item(), drives nothing
         path = os.environ.get(RECORD, config.tuning.record)
         if path and rank == 0:
@@ -447,6 +447,7 @@ class Runtime:
         self.groups.close()
         self._arrivals.close()
         self.progress.close()
+        waiters.settle()
 
     def _about(self) -> dict[str, Any]:
         """Return what the files of a run say of the job."""

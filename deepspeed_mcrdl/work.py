@@ -7,12 +7,12 @@ current stream wait.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -21,6 +21,22 @@ import torch
 from deepspeed_mcrdl.errors import failed
 
 _NAP_S = 50e-6
+_SETTLE_S = 0.5
+_AS_IT_IS = nullcontext()
+
+# What failed calls have under way: something may still use their buffers.
+lost: list[object] = []
+
+
+def as_made(inference: bool) -> AbstractContextManager[None]:
+    """Return the context for a part of a call, whatever thread goes on with it: the inference mode it was made in."""
+    return _AS_IT_IS if torch.is_inference_mode_enabled() is inference else _in_mode(inference)
+
+
+@contextmanager
+def _in_mode(inference: bool) -> Iterator[None]:
+    with torch.inference_mode(inference), torch.no_grad():  # leaving inference mode alone would record gradients
+        yield
 
 
 class Pending(ABC):
@@ -98,7 +114,7 @@ class Then(Pending):
 
 
 class Together(Pending):
-    """Several Pendings as one: done when all are."""
+    """Several Pendings as one: done when all are, or with the first error."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         self._left = list(parts)
@@ -106,14 +122,24 @@ class Together(Pending):
         self.stream_ordered = any(part.stream_ordered for part in parts)
 
     def poll(self) -> bool:
-        self._left = [part for part in self._left if not part.poll()]
+        self._poll(self._left)
         if not self._left:
             return True
         self.yields_s = self._left[0].yields_s
         return False
 
+    def _poll(self, parts: Sequence[Pending]) -> None:
+        for part in tuple(parts):
+            try:
+                if part.poll():
+                    self._left.remove(part)
+            except Exception:
+                lost.extend(self._left)
+                raise
+
     def orderable(self) -> bool:
-        return all(part.orderable() for part in self._left)
+        self._poll([part for part in self._left if not part.stream_ordered])
+        return all(part.stream_ordered and part.orderable() for part in self._left)
 
     def block(self, limit_s: float) -> None:
         for part in self._left[:1]:  # another wait may have ended the last one
@@ -129,6 +155,7 @@ class Waiters:
 
     def __init__(self) -> None:
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+        self._made = 0
 
     def run(self, function: Callable[[], None]) -> None:
         """Run `function`, which must not raise, in a thread."""
@@ -136,8 +163,15 @@ class Waiters:
             tasks = self._idle.pop()
         except IndexError:
             tasks = queue.SimpleQueue()
+            self._made += 1
             threading.Thread(target=self._serve, args=(tasks,), name="mcrdl-wait", daemon=True).start()
         tasks.put(function)
+
+    def settle(self) -> None:
+        """Wait a moment for the threads to be idle: one that is in torch when Python ends can abort it."""
+        deadline = time.monotonic() + _SETTLE_S
+        while len(self._idle) < self._made and time.monotonic() < deadline:
+            time.sleep(_NAP_S)
 
     def _serve(self, tasks: queue.SimpleQueue[Callable[[], None]]) -> None:
         while True:
@@ -184,6 +218,7 @@ class Work:
         self._error: BaseException | None = None
         if self._done:
             return
+        self._inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()  # a backend's operation is polled by one thread at a time
         if pending.host_driven:
             waits.watch(self)
@@ -232,8 +267,9 @@ class Work:
             if self._done:
                 return True
             try:
-                if not self._pending.orderable():
-                    return False
+                with as_made(self._inference):
+                    if not self._pending.orderable():
+                        return False
                 self._pending.order()
             except Exception as error:
                 self._error = failed(self._call, error)
@@ -245,8 +281,9 @@ class Work:
         if self._done:
             return
         try:
-            if not self._pending.poll():
-                return
+            with as_made(self._inference):
+                if not self._pending.poll():
+                    return
         except Exception as error:
             self._error = failed(self._call, error)
         self._done = True
@@ -317,10 +354,9 @@ def future_of(work: Work | AllOf, results: Sequence[torch.Tensor] | None = None)
 
     def complete() -> None:
         # Whoever waits sees either; a future that nobody holds any more can't take them.
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             try:
-                work.wait()
-                work.finish()
+                work.finish()  # which, unlike a wait, puts nothing in order with a stream that others use
             except BaseException as error:
                 future.set_exception(error)
             else:

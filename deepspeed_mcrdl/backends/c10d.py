@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -51,6 +52,7 @@ _REDUCE_OPS: dict[str, Any] = {
 _OWN_TAG = 2**31 - 1  # of the messages that this module makes a collective of
 _MAX_TAG = _OWN_TAG - 1
 _LOOK_S = 400e-6
+_STREAM_NAP_S = 1e-3
 _BEFORE_ITS_WAIT = timedelta(minutes=30)  # the most that a call may be under way before somebody waits for it
 _LEAST_LIMIT_S = 1e-3  # torch counts whole milliseconds, and none of them is no limit
 
@@ -129,7 +131,8 @@ class StreamPending(C10dPending):
         self._inner.wait()
 
     def block(self, limit_s: float) -> None:
-        Pending.block(self, limit_s)  # torch's wait for NCCL with a limit aborts the communicator when it is over
+        # torch's wait for NCCL with a limit aborts the communicator when that is over.
+        time.sleep(min(limit_s, _STREAM_NAP_S))
 
 
 class C10dBackend(Backend):

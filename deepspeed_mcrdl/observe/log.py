@@ -6,10 +6,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from deepspeed_mcrdl.safety import Call
 from deepspeed_mcrdl.work import Work
+
+T = TypeVar("T")
 
 
 class CommunicationLog:
@@ -67,13 +70,25 @@ def timed(
 
 
 class Wrapped(Work):
-    """A Work in place of another one, which it asks for everything."""
+    """A Work in place of another one, which it asks for everything; a subclass sees what waits for it."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
+
+    def seen(self, wait: Callable[[], T]) -> T:
+        """Return what `wait` returns."""
+        return wait()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True when the operation is done."""
+        return self.seen(partial(self._work.wait, timeout))
+
+    def finish(self) -> None:
+        """Return when what it does has happened."""
+        self.seen(self._work.finish)
 
     def is_completed(self) -> bool:
         """Return whether the operation is done."""
@@ -91,10 +106,10 @@ class _TimedWork(Wrapped):
         super().__init__(work)
         self._report = report
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the operation is done; the time that takes is reported."""
+    def seen(self, wait: Callable[[], T]) -> T:
+        """Return what `wait` returns; the time that takes is reported."""
         start = time.perf_counter()
         try:
-            return self._work.wait(timeout)
+            return wait()
         finally:
             self._report(time.perf_counter() - start)

@@ -9,11 +9,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -33,6 +32,7 @@ from deepspeed_mcrdl.safety import Call, Progress
 from deepspeed_mcrdl.stores import exchange
 from deepspeed_mcrdl.work import Pending, Work
 
+T = TypeVar("T")
 _MB = 1_000_000
 _LINE_AFTER_S = 5.0  # without steps
 
@@ -302,14 +302,14 @@ class _Seen(Wrapped):
         self._handle = handle
         self._over = False
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the operation is done."""
+    def seen(self, wait: Callable[[], T]) -> T:
+        """Return what `wait` returns; the session is told."""
         if self._over:
-            return self._work.wait(timeout)
+            return wait()
         start = now_ns()
         self._session.waits(self._handle)
         try:
-            result = self._work.wait(timeout)
+            result = wait()
         except BaseException as error:
             self._session.failed(error, self._handle)
             raise

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 
-from deepspeed_mcrdl.work import Pending
+import torch
+
+from deepspeed_mcrdl.work import Pending, as_made
 
 
 class Turns:
@@ -61,6 +63,7 @@ class Turn(Pending):
         self._turns = turns
         self._start: Callable[[], Pending] | None = start
         self._ready = ready
+        self._inference = torch.is_inference_mode_enabled()
         self._pending: Pending | None = None
         self._error: Exception | None = None
 
@@ -81,9 +84,11 @@ class Turn(Pending):
         if start is None or self._error is not None:
             return
         try:
-            self._pending = start()
-            self.yields_s = self._pending.yields_s
-            self.stream_ordered = self._pending.stream_ordered
+            with as_made(self._inference):
+                pending = start()
+            self.yields_s = pending.yields_s
+            self.stream_ordered = pending.stream_ordered
+            self._pending = pending  # last: another thread may look
         except Exception as error:  # it is this call's, whoever's poll has started it
             self._error = error
 

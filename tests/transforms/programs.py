@@ -80,12 +80,14 @@ class HostCall(Pending):
         world.host_access(self._inputs)
 
     def poll(self):
+        assert self._polls > 0 or self._args is not None, "it is polled no more when it is done"
         self._world.tick()
         self._polls -= 1
         if self._polls > 0:
             return False
         self._world.host_access(self._inputs, self._outputs)
         self._carry_out(self._operation, self._args)
+        self._args = None
         return True
 
 
@@ -102,9 +104,12 @@ class DeviceCall(Pending):
             output, value = args[0], args[0 if operation == "all_reduce" else 1]
             world.launch(lambda value: _result(operation, value), output, value)
             self._event = world.record()
+        self._ended = False
 
     def poll(self):
-        return self._world.done(self._event)
+        assert not self._ended, "it is polled no more when it is done"
+        self._ended = self._world.done(self._event)
+        return self._ended
 
     def order(self):
         self._world.wait(self._event)

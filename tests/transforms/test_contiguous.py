@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from deepspeed_mcrdl import aside
+from deepspeed_mcrdl.errors import CallFailedError
 from deepspeed_mcrdl.operations import ALL_REDUCE
 from deepspeed_mcrdl.safety import Call, Progress
 from deepspeed_mcrdl.transforms.contiguous import through_contiguous
-from deepspeed_mcrdl.work import Then, Work
+from deepspeed_mcrdl.work import Pending, Then, Work
 from tests.transforms.programs import DeviceCall, group
 from tests.transforms.simulated import Kernels, Race, Simulation
 
@@ -41,6 +42,49 @@ def test_whoever_waits_comes_after_the_copy_back(monkeypatch):
         world = Simulation(seed)
         monkeypatch.setattr(aside, "device_of", lambda tensor, world=world: world)
         strided_calls(world, seed)
+
+
+class Aborted(Pending):
+    """A call of a backend with streams that has been put in order, and fails later."""
+
+    stream_ordered = True
+
+    def poll(self):
+        raise RuntimeError("aborted")
+
+    def order(self):
+        pass
+
+
+def test_what_fails_after_it_has_been_put_in_order_fails_the_call(monkeypatch):
+    world = Simulation(0)
+    monkeypatch.setattr(aside, "device_of", lambda tensor: world)
+    method = through_contiguous(ALL_REDUCE, lambda where, *args: Aborted())
+    with world.on(world.streams[0]), Kernels(world):
+        pending = method(group(), torch.arange(12).view(3, 4).t(), "sum")
+        work = Work(pending, Call(ALL_REDUCE, group(), "device", 0), Progress(timeout_s=20))
+        assert work.wait()
+        with pytest.raises(CallFailedError, match="aborted"):
+            work.finish()
+        assert not work.is_success()
+
+
+class Later(Pending):
+    def __init__(self):
+        self.done = False
+
+    def poll(self):
+        return self.done
+
+
+def test_a_call_made_in_inference_mode_may_be_waited_for_outside_it():
+    first = Later()
+    with torch.inference_mode():
+        tensor = torch.zeros(3, 4)
+        pending = through_contiguous(ALL_REDUCE, lambda where, *args: first)(group(), tensor.t(), "sum")
+        work = Work(pending, Call(ALL_REDUCE, group(), "host", 0), Progress(timeout_s=20))
+    first.done = True
+    assert work.wait()
 
 
 def test_copying_on_whatever_stream_is_current_is_caught(monkeypatch):

@@ -1,3 +1,4 @@
+import gc
 import random
 import weakref
 from contextlib import nullcontext
@@ -14,7 +15,7 @@ from deepspeed_mcrdl.streams import CudaDevice, Device, device_of
 from deepspeed_mcrdl.transforms.staging import in_turn, through_host
 from deepspeed_mcrdl.transforms.steps import Step, chain
 from deepspeed_mcrdl.transforms.turns import Turns
-from deepspeed_mcrdl.work import Pending, Work
+from deepspeed_mcrdl.work import Pending, Together, Work
 from tests.transforms.programs import SIZE, DeviceCall, HostCall, Program, group
 from tests.transforms.simulated import Event, Race, Simulation
 
@@ -166,8 +167,12 @@ def run_without_order(self, function, after):
         return function()
 
 
+READY = aside.Aside.ready
+
+
 def ready_as_if_nothing_was_read(self, after):
-    return after is None or (after.orderable() if after.stream_ordered else after.poll())
+    self._reads = False
+    return READY(self, after)
 
 
 @pytest.mark.parametrize(("name", "replacement"), [("run", run_without_order), ("ready", ready_as_if_nothing_was_read)])
@@ -342,6 +347,34 @@ def test_steps_of_a_backend_with_streams_are_all_issued_in_the_call(simulation):
     assert issued == ["finish"]
     assert pending.orderable()
     assert not ends(pending)
+
+
+@pytest.mark.parametrize("failing", ["a step", "a part"])
+def test_what_a_failed_call_has_under_way_keeps_its_memory(simulation, failing):
+    def fit(backend, operation, where, args):
+        return lambda where, *args: DeviceCall(simulation, operation.name, args)
+
+    def fail():
+        raise RuntimeError("lost")
+
+    def call(number, finish, *after):
+        tensor = ones(simulation, simulation.streams[0])
+        steps = [Step(number, group(number), ALL_REDUCE, lambda: (tensor, "sum"))]
+        steps += [Step(number, group(number + 2), ALL_REDUCE, each) for each in after]
+        return chain(Turns(), fit, steps, finish, Aside(simulation))
+
+    progress = Progress(timeout_s=20)
+    with simulation.on(simulation.streams[0]):
+        simulation.hold()
+        pending = call(0, fail, fail) if failing == "a step" else Together([call(0, fail), call(1, list)])
+        work = Work(pending, Call(ALL_REDUCE, group(), "device", 0), progress)
+        del pending
+        with pytest.raises(CallFailedError, match="lost"):
+            work.wait()
+        del work
+        gc.collect()  # the error knows the frames that it came through
+        for _ in range(4):
+            ones(simulation, simulation.streams[0])  # which waits for nothing
 
 
 def test_a_receive_tells_its_source():
